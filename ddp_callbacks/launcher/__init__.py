@@ -2,9 +2,9 @@
 
 ::
 
-    the user's wishes, worked out before anything is contacted
+    before any node is contacted: what the user wants
         cli          the console script
-        options      the command line; flags: those that it shares with torchrun
+        options      the command line; flags: all its flags, also those that it shares with torchrun
         hosts        which nodes, and how many processes on each: from -H or a host file
         plan         the job: what runs where, with which variables
     on this machine, while the job runs: one asyncio event loop
@@ -13,12 +13,12 @@
         launch       reaches all nodes, starts the job on all, ends it on all
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
         output       files and the terminal, line by line, and standard input for rank 0
-        failures     which of several failures came first, and the exception that has ended a rank
-        stacks       where the ranks are
+        failures     finds which of several failures came first
+        stacks       shows where the ranks are
         doctor       checks the nodes
     on each node
         node         the first process, without this package: starts the ranks, ends them with the connection
         store        hosts the store in which the ranks meet, on the first node
         hook         writes down the exception that ends a rank
-        facts        what a start and the doctor must know of the node; probe: an all-reduce, run by the doctor
+        facts        facts about the node, for a start and the doctor; probe: an all-reduce, run by the doctor
 """

@@ -13,7 +13,7 @@ from ddp_callbacks.schedulers import output_of
 
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
 _PBS_START = ("stime", "start_time")  # PBS Pro, Torque
-_RUNNING = ("RUNNING", "SIGNALING")  # the second until every node has confirmed a signal
+_RUNNING = ("RUNNING", "SIGNALING")  # SIGNALING: until every node has confirmed a signal
 _RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a variable that each job has, by scheduler
@@ -23,9 +23,9 @@ class JobEnd(NamedTuple):
     """When the scheduler ends a job.
 
     Attributes:
-        left: Seconds from now.
-        length: Seconds from the job's start; ``None`` if unknown.
-        name: Of the job.
+        left: Seconds from now to the end.
+        length: Seconds from the job's start to the end; ``None`` if unknown.
+        name: The job's name in messages.
     """
 
     left: float
@@ -34,7 +34,7 @@ class JobEnd(NamedTuple):
 
 
 def job_end(environ: Mapping[str, str]) -> JobEnd | None:
-    """The end of this job; ``None`` if unknown. Asks the scheduler."""
+    """Return the end of this job; ``None`` if unknown. Asks the scheduler."""
     if job := environ.get("SLURM_JOB_ID"):
         return _end_in_slurm(job, environ)
     if job := environ.get("PBS_JOBID"):
@@ -45,7 +45,7 @@ def job_end(environ: Mapping[str, str]) -> JobEnd | None:
 def requeue(environ: Mapping[str, str]) -> str:
     """Let the scheduler start this job again; return what was done, in one line.
 
-    The scheduler then ends the job, and this process with it: its SIGTERM is ignored from now on.
+    The scheduler then ends the job, and this process with it. From now on, this process ignores SIGTERM.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job := environ.get("SLURM_JOB_ID"):
@@ -58,7 +58,7 @@ def requeue(environ: Mapping[str, str]) -> str:
 
 def _requeue_in_slurm(job: str) -> str:
     state, _ = output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
-    if state and state not in _RUNNING:  # the end was asked for by scancel, or Slurm requeues it itself
+    if state and state not in _RUNNING:  # scancel ends it, or Slurm requeues it itself
         return f"Slurm job {job} not requeued: it is {state}"
     _, problem = output_of("scontrol", "requeue", job)
     return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"
@@ -78,14 +78,14 @@ def _end_in_pbs(job: str) -> JobEnd | None:
     attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
     length = _seconds(attributes.get("Resource_List.walltime", ""))
     start = next((attributes[name] for name in _PBS_START if name in attributes), "")
-    with suppress(ValueError, OverflowError):  # the job says no start
+    with suppress(ValueError, OverflowError):  # qstat shows no start of the job
         began = time.mktime(time.strptime(start, "%a %b %d %H:%M:%S %Y"))
         return None if length is None else JobEnd(began + length - time.time(), length, f"PBS job {job}")
     return None
 
 
 def _seconds(text: str) -> float | None:
-    """Of a time as schedulers print it; ``None`` for UNLIMITED, NOT_SET, INVALID."""
+    """Convert a time as schedulers print it to seconds; ``None`` for UNLIMITED, NOT_SET, INVALID."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         return None

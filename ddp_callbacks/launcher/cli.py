@@ -17,7 +17,7 @@ from ddp_callbacks.schedulers import unknown_launcher
 
 def main() -> None:
     """Run ``ddprun`` with the arguments of this process, and exit with the job's code; 2 if nothing was started."""
-    # They are None where they were closed.
+    # A closed stream is None.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
         code = _main(sys.argv[1:])
@@ -55,13 +55,13 @@ def _main(argv: list[str]) -> int:
 
 
 def _forget_threads_of_pbs() -> None:
-    """PBS sets OMP_NUM_THREADS to the cores of a chunk, whatever runs there; that is no choice of the user's."""
+    """Drop the OMP_NUM_THREADS that PBS sets to the cores of a chunk, whatever runs there: no choice of the user's."""
     if "PBS_JOBID" in os.environ and os.environ.get("OMP_NUM_THREADS") == os.environ.get("NCPUS"):
         os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def _terminal(job: Job) -> dict[str, str]:
-    """Variables that tell a program about the terminal behind its pipe, so that rich shows bars."""
+    """Return variables that tell a program about the terminal behind its pipe, so that rich shows bars."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return {}
     prefix = 0 if job.no_prefix else max(len(f"[{node.name}:0] ") for node in job.nodes)

@@ -23,9 +23,9 @@ _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
 # A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
 _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
-_LAST_WORDS = 0.1  # seconds for what it said at its end to be read
-_MANY = 100  # events of a node that wait; beyond that, its writes wait
-_TAIL = 1 << 16  # bytes to keep of what ssh or the shell says
+_LAST_WORDS = 0.1  # seconds to read the last messages of that command
+_MANY = 100  # waiting events of a node; beyond that, its writes wait
+_TAIL = 1 << 16  # bytes to keep of the error output of ssh or the shell
 
 
 class NodeProblem(Exception):
@@ -42,13 +42,13 @@ class Event(NamedTuple):
 
 @dataclass
 class Shared:
-    """What the connections of a job share.
+    """State that the connections of a job share.
 
     Attributes:
-        patience: Seconds of silence after which one counts as lost.
+        patience: Seconds of silence after which a connection counts as lost.
         answer_timeout: Seconds to wait for an answer.
-        events: Takes everything from the nodes other than answers.
-        logins: Few log in at a time, as sshd refuses more (MaxStartups).
+        events: A queue for all messages from the nodes other than answers and heartbeats.
+        logins: Limits the simultaneous logins, as sshd refuses more (MaxStartups).
     """
 
     patience: float
@@ -58,13 +58,13 @@ class Shared:
 
 
 class Connection(asyncio.SubprocessProtocol):
-    """Talks to one node; everything from it other than answers is an event. One :meth:`ask` at a time.
+    """Talks to one node. Its messages other than answers and heartbeats are events. One :meth:`ask` at a time.
 
     Attributes:
         greeted: Whether the node's program has answered.
-        is_open: Whether it is still there.
+        is_open: Whether the node's program is still there.
         hello: The node's description of itself.
-        place: See :func:`ddp_callbacks.launcher.facts.place`.
+        place: Facts about the node, see :func:`ddp_callbacks.launcher.facts.place`.
     """
 
     def __init__(self, plan: NodePlan, shared: Shared) -> None:
@@ -93,7 +93,10 @@ class Connection(asyncio.SubprocessProtocol):
         self._write(opening(self.plan.python))
 
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
-        """Send a message; return the node's answer. With ``timeout``, the node answers heartbeats until then.
+        """Send a message; return the node's answer.
+
+        Wait up to ``timeout`` seconds while the node answers heartbeats. ``None``: wait ``answer_timeout`` seconds, in
+        which the node may be silent.
 
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
@@ -123,7 +126,7 @@ class Connection(asyncio.SubprocessProtocol):
             grace: Seconds from a request to stop to force, also once the connection is lost; ``None``: the default.
 
         Raises:
-            NodeProblem: It cannot be reached.
+            NodeProblem: The node cannot be reached.
         """
         if shutil.which(program := command_to(self.plan)[0]) is None:
             raise NodeProblem(
@@ -148,18 +151,18 @@ class Connection(asyncio.SubprocessProtocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Where others may reach it, the most likely first: where ssh has, or on the route to the outside."""
+        """Addresses for the other nodes, likeliest first: the one that ssh reached, or that on the route outside."""
         by_ssh = self.hello["address"] if not self.plan.is_here and self.plan.rsh is None else None
         return [*dict.fromkeys(filter(None, (by_ssh, *self.place["addresses"])))]
 
-    # --- what is asked, each of which raises NodeProblem if the node cannot do it -------------------------------------
+    # --- requests to the node, which raise NodeProblem if it cannot do them -------------------------------------------
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
-        """Change to the working directory, set variables for all that is started, and check that the script exists."""
+        """Change to the working directory, set variables for all later processes, check that the script exists."""
         await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
 
     async def look(self, which: str, seconds: float) -> None:
-        """Find its place; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
+        """Set :attr:`place`; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
         plan = self.plan
         words = plan.words(plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(plan.cores or 0))
         said = await self.ask("output", argv=words, seconds=seconds)
@@ -167,7 +170,7 @@ class Connection(asyncio.SubprocessProtocol):
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
             raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
-        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
+        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
 
     async def listen(self, address: str, port: int) -> int:
         """Hold a port for the ranks' store; 0 finds a free one."""
@@ -215,8 +218,8 @@ class Connection(asyncio.SubprocessProtocol):
             self._process.kill()
 
     async def explain_end(self) -> str:
-        """Why the connection ended, from the messages of ssh or the shell there."""
-        await self._end_process(_LEAVES)  # a command in ssh's place may outlive what it has started
+        """Explain why the connection ended, from the messages of ssh or the shell there."""
+        await self._end_process(_LEAVES)  # a command in ssh's place may outlive the program that it has started
         await asyncio.sleep(_LAST_WORDS)
         code, noise = self._process.get_returncode(), b"" if self.greeted else self._noise + self._buffer
         words = b"\n".join((noise, self._errors)).decode(errors="replace").splitlines()
@@ -246,12 +249,12 @@ class Connection(asyncio.SubprocessProtocol):
             await asyncio.sleep(_BEAT)
             self.tell("beat")
             silence = asyncio.get_running_loop().time() - self._heard
-            # While it works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
+            # While the node works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
             if silence > self._shared.patience and not self._asks and self._waiting < _MANY:
                 self._silent = True
                 self._kill()
 
-    # --- what comes ---------------------------------------------------------------------------------------------------
+    # --- data from the node -------------------------------------------------------------------------------------------
 
     def process_exited(self) -> None:
         self._ended.set()
@@ -276,7 +279,7 @@ class Connection(asyncio.SubprocessProtocol):
                 self._await_greeting(line)
 
     def _await_greeting(self, line: bytes) -> None:
-        """A login shell may print something before ours."""
+        """Wait for a line that ends with our greeting: a login shell may print something before it."""
         if line.endswith(READY):
             self._reached = True
             self._answers.put_nowait({})
@@ -292,14 +295,14 @@ class Connection(asyncio.SubprocessProtocol):
             self.put(do, **values)
 
     def put(self, do: str, **values: Any) -> None:
-        """Queue an event. If many of this node wait, as for the terminal, its data is not read meanwhile."""
+        """Queue an event. While many events of this node wait, as for a slow terminal, read nothing from it."""
         self._shared.events.put_nowait(Event(self, do, values))
         self._waiting += 1
         if self._waiting >= _MANY:
             self._process.get_pipe_transport(1).pause_reading()
 
     def note_taken(self) -> None:
-        """One of its events was taken."""
+        """Note that one of its events left the queue; when none is left, read from the node again."""
         self._waiting -= 1
         if self._waiting == 0:
             self._heard = asyncio.get_running_loop().time()

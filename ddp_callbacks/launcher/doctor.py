@@ -18,9 +18,9 @@ from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.versions import how_to_install_this
 
 LIMIT = 20.0  # seconds in total
-_PATIENCE = 3.5  # seconds without a heartbeat
+_PATIENCE = 3.5  # seconds without a heartbeat until a connection counts as lost
 _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
-_FACTS_TIMEOUT = 8.0  # seconds
+_FACTS_TIMEOUT = 8.0  # seconds for a node's facts
 _REACH_TIMEOUT = 2.0  # seconds per connection
 GIB = 1 << 30
 _MEMORY = 1 * GIB  # free memory
@@ -36,12 +36,12 @@ _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        node: Its name; empty for all of them together.
+        node: The node's name; empty for a check of all nodes together.
         check: The checked property.
-        level: ``red``: a run would fail; ``amber``: it may surprise.
+        level: ``red``: a run would fail; ``amber``: a run may behave unexpectedly; ``green``: fine.
         text: The finding, in a few words.
         remedy: For red and amber: a full sentence with the command to type.
     """
@@ -54,7 +54,7 @@ class Finding:
 
 
 def examine(job: Job) -> int:
-    """Check the job's nodes, and print what was found; return the exit code."""
+    """Check the job's nodes and print the findings; return the exit code, 0 if a run would work."""
     findings = asyncio.run(_examine(job))
     works = all(finding.level != "red" for finding in findings)
     if job.json:
@@ -84,7 +84,7 @@ class Doctor:
         self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
 
     async def examine(self) -> list[Finding]:
-        """All findings, node by node; takes little more than :data:`LIMIT` seconds."""
+        """Return all findings, node by node. Takes little more than :data:`LIMIT` seconds."""
         await asyncio.gather(*map(self._look, self.nodes))
         known = [node for node in self.nodes if node.place]
         self._findings += judge({node.plan: node.place for node in known})
@@ -111,7 +111,7 @@ class Doctor:
     async def _try(
         self, node: Connection | None, check: str, attempt: Awaitable[str | None], remedy: str = "", text: str = ""
     ) -> bool:
-        """Note what an attempt has found, or else ``text``, or its problem and the remedy; return whether it worked."""
+        """Await a check; return whether it worked. Note its result, or else ``text``; or its problem and ``remedy``."""
         name = node.plan.name if node else ""
         try:
             if found := await attempt or text:
@@ -148,7 +148,7 @@ class Doctor:
             await self._try(None, "all-reduce", self._all_reduce())
 
     async def _all_reduce(self) -> str:
-        """The result of an all-reduce with one process per node."""
+        """Run an all-reduce with one process per node; return the line that the probe prints."""
         places = [(node.plan, node.place | {"processes": 1}) for node in self.nodes]
         for node, message in zip(self.nodes, starts(_probe(self._job), places, self._held[self.nodes[0]]), strict=True):
             node.tell("start", **message)
@@ -169,13 +169,13 @@ class Doctor:
 
 
 def _probe(job: Job) -> Job:
-    """The job that runs the probe instead of the script."""
+    """Return the job that runs the probe instead of the script."""
     arguments = {"training_script": "-P", "training_script_args": ["-m", "ddp_callbacks.launcher.probe"]}
     return Job(**vars(job) | arguments | {"module": False, "no_python": False})
 
 
 def _copy(plan: NodePlan) -> str:
-    """How to copy the working directory to the node."""
+    """Say how to copy the working directory to the node."""
     if plan.is_here:
         return f"Choose another with --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
     if plan.rsh is not None:
@@ -186,11 +186,11 @@ def _copy(plan: NodePlan) -> str:
     )
 
 
-# --- what the facts mean ----------------------------------------------------------------------------------------------
+# --- findings from the facts ------------------------------------------------------------------------------------------
 
 
 def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
-    """All findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
+    """Return all findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
     return [*_pythons(nodes), *_versions(nodes), *_sizes(nodes), *_gpus(nodes)]
 
 
@@ -199,7 +199,7 @@ def _finding(node: str, check: str, is_good: bool, text: str, remedy: str, level
 
 
 def _usual(values: Iterable[str]) -> str:
-    """The most frequent value; the first one among equals; empty if there is none."""
+    """Return the most frequent value; the first one among equals; empty if there is none."""
     return next((value for value, _ in Counter(values).most_common(1)), "")
 
 
@@ -247,7 +247,7 @@ def _gpus(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """One line for each check, with the nodes where they differ; below, what to fix."""
+    """Return one line for each check, with the nodes if they differ; then a line for each problem to fix."""
     checks: dict[str, dict[str, list[str]]] = {}
     for finding in findings:
         nodes = checks.setdefault(finding.check, {})

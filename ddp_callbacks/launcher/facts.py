@@ -1,7 +1,7 @@
 """Print facts about a node, as JSON. The job's interpreter runs this text there, with or without this package.
 
-Its first argument is ``all``, or the number of processes as in ``--nproc-per-node``: then only what a start needs is
-printed, in a fraction of a second. Its second one is how many cores the job has there; 0 for all that it may use.
+The first argument is ``all``, or the number of processes as in ``--nproc-per-node``: this prints only the facts for a
+start, in a fraction of a second. The second is the number of cores that the job has there; 0 for all that it may use.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ except ImportError:  # it is not installed there, or this is an older Python
 
 PACKAGES = ("torch", "ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning", "numpy")
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
-_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # of accelerators
+_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # accelerators
 
 
 def place(processes: str, cores: int) -> dict[str, Any]:
-    """What a start needs: the package's folder, ``None`` if it is missing, and how many processes run here."""
+    """Return what a start needs: the package's folder (``None`` if missing), processes, cores and addresses."""
     addresses = own_addresses() if ddp_callbacks else {}
-    likely = address_for_others([]) if ddp_callbacks else None  # first, the one on the route to the outside
+    likely = address_for_others([]) if ddp_callbacks else None  # the address on the route to the outside
     return {
         "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
         "processes": int(processes) if processes.isdigit() else _processes(processes),
@@ -40,7 +40,11 @@ def place(processes: str, cores: int) -> dict[str, Any]:
 
 
 def _processes(kind: str) -> int:
-    """One per GPU or else per CPU socket; ``cpu``: one per core; another word: one per such device, perhaps 0."""
+    """Return the number of processes.
+
+    ``cpu``: one per core. ``gpu``, ``xpu``: one per device, perhaps 0. ``auto``: one per device, or else per core.
+    Empty: one per device, or else per CPU socket.
+    """
     if kind == "cpu":
         return os.cpu_count() or 1
     devices = 0
@@ -53,7 +57,7 @@ def _processes(kind: str) -> int:
 
 
 def _sockets() -> int:
-    """The number of CPU sockets on which this process may run; 1 if unknown."""
+    """Return the number of CPU sockets on which this process may run; 1 if unknown."""
     packages = set()
     for core in os.sched_getaffinity(0):
         with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") as file:
@@ -62,7 +66,7 @@ def _sockets() -> int:
 
 
 def facts(cores: int) -> dict[str, Any]:
-    """What the doctor judges."""
+    """Return the facts that the doctor judges."""
     memory = _memory()
     return place("1", cores) | {
         "python": platform.python_version(),
@@ -76,7 +80,7 @@ def facts(cores: int) -> dict[str, Any]:
 
 
 def usable_cores(root: str = "/") -> int:
-    """The number of cores this process may use: its affinity, or the quota of its container or job (cgroup 2)."""
+    """Return the number of usable cores: by affinity, or by the quota of the container or job (cgroup 2) if smaller."""
     found: list[float] = [len(os.sched_getaffinity(0))]
     with suppress(OSError), open(os.path.join(root, "proc/self/cgroup")) as file:
         names = file.read().strip().rpartition("0::/")[2].split("/")
@@ -94,14 +98,14 @@ def _version(package: str) -> str | None:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes, by the kernel's names."""
+    """Return the memory sizes of ``/proc/meminfo`` in bytes, by the kernel's names."""
     with open("/proc/meminfo") as file:
         rows = (line.split() for line in file)
         return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
 
 
 def _free_space(folder: str) -> int:
-    """Bytes; 0 if it is missing."""
+    """Return the free bytes on the file system of ``folder``; 0 if it is missing."""
     with suppress(OSError):
         found = os.statvfs(folder)
         return found.f_bavail * found.f_frsize

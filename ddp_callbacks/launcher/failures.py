@@ -1,4 +1,4 @@
-"""Find out which of several failures came first, and describe it, from the records that the ranks write of theirs."""
+"""Find out which of several failures came first, and describe it, from the records that failing ranks write."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-TAIL = 1 << 14  # bytes to keep of each kind that a rank writes
+TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
 _LONGEST = 4000  # maximum length of a reason
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
 _BROKEN = re.compile(r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError")
-_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
-_CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch has raised the exception of a DataLoader's worker again
-_UNWRITTEN = re.compile("unexpected pos|iostream error")  # as torch says it
+_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
+_CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
+_UNWRITTEN = re.compile("unexpected pos|iostream error")  # torch's words for a write that failed
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Record:
     """An exception that has ended a rank.
 
     Attributes:
-        exceptions: The names and messages of its chain: the first one, and the last; or only that of a PeerError in it.
-        began: When it was raised, on this machine's monotonic clock; infinite if unknown.
-        blames: The other ranks that a PeerError speaks of; ``None`` if there is none.
+        exceptions: Name and message of the chain's first and last exception; only of a PeerError, if it has one.
+        began: When it reached the hook, on this machine's monotonic clock; infinite if unknown.
+        blames: The other ranks that a PeerError names; ``None`` if the chain has no PeerError.
     """
 
     exceptions: tuple[str, ...]
@@ -35,7 +35,7 @@ class Record:
 
     @property
     def is_broken_connection(self) -> bool:
-        """Whether it only means that another process is gone."""
+        """Whether the exception only means that another process is gone."""
         return any(_BROKEN.search(text.partition("\n")[0]) for text in self.exceptions)
 
     @property
@@ -49,23 +49,23 @@ class Record:
 
 
 def _words(text: str) -> str:
-    """The first line; of the exception of a DataLoader's worker, its own."""
+    """Return the first line; if torch re-raised a DataLoader worker's exception, the last line, which is its own."""
     line, _, rest = text.partition("\n")
     caught = _CAUGHT.match(line)
     return f"{rest.strip().rpartition(chr(10))[2]}, {caught[1]}" if caught and rest.strip() else line
 
 
 def read_record(text: str, ahead: float) -> Record | None:
-    """The record in the last line of ``text``; ``None`` if there is none. torch's ``@record`` writes another.
+    """Return the record in the last line of ``text``, ours or that of torch's ``@record``; ``None`` if there is none.
 
     Args:
-        text: What the rank has written, JSON.
+        text: The JSON that the rank has written.
         ahead: Seconds by which the clock of the rank's host is ahead of this machine's.
     """
     try:
         found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
     except ValueError:
-        return None  # there is none, or it was not written whole
+        return None  # there is no record, or only a part
     if "exceptions" in found:
         blames = None if found["blames"] is None else tuple(found["blames"])
         return Record(tuple(found["exceptions"]), found["time"] - ahead, blames)
@@ -78,12 +78,12 @@ class End:
     """What we know about a rank, or a whole node (rank ``None``), and its end.
 
     Attributes:
-        node: Its name.
+        node: The node's name.
         rank: Global rank.
         order: When the end became known; smaller is earlier.
         code: Exit code; 128 + the signal's number after a signal; ``None`` while it runs.
         reason: The reason known without the exception: the signal, or the end of the node.
-        printed: The exception that ended it.
+        printed: The exception that ended the rank.
         is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
         ended_by: The name of the signal that ended it.
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
@@ -100,7 +100,7 @@ class End:
     wrote: dict[str, bytes] = field(default_factory=dict)
 
     def text(self, kind: str) -> str:
-        """What it wrote of a kind."""
+        """Return the last output of a kind: a key of ``wrote``."""
         return self.wrote.get(kind, b"").decode(errors="surrogateescape")
 
     @property
@@ -113,12 +113,12 @@ class End:
 
     @property
     def told(self) -> str | None:
-        """Why it failed, which may only be that another rank did; ``None`` if unknown."""
+        """Why it failed, even if only because another rank did; ``None`` if unknown."""
         return self.reason or (self.printed.reason if self.printed else None)
 
     @property
     def blames(self) -> tuple[int, ...] | None:
-        """The ranks that it speaks of, if it failed only because of them; else ``None``."""
+        """The ranks that it names as the reason, if it failed only because of others; else ``None``."""
         return self.printed.blames if self.printed and self.reason is None else None
 
     @property
@@ -134,7 +134,7 @@ class End:
 
 
 class Cause(NamedTuple):
-    """The root cause: the rank (``None`` for a whole node), the exit code of the job, and what to say."""
+    """The root cause: the rank (``None`` for a whole node), the exit code of the job, and the message."""
 
     rank: int | None
     code: int
@@ -142,7 +142,7 @@ class Cause(NamedTuple):
 
 
 def first_cause(ends: Sequence[End]) -> Cause | None:
-    """The failure that came first, however late it ended; ``None`` if nothing has failed.
+    """Return the failure that came first, however late its rank ended; ``None`` if nothing has failed.
 
     A rank is a consequence if it blames another one, or was ended on purpose. Errors that blame other ranks name the
     rank they waited for: that rank counts even if it has left with code 0, or still runs.
@@ -164,7 +164,7 @@ def _votes(ends: Sequence[End]) -> Counter[int | None]:
 
 
 def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
-    """How certain it is that this came first; 0 is certain."""
+    """Return how doubtful it is that this end came first; 0 is certain."""
     if end.rank is None:
         is_missed = any(other.node == end.node and other.rank in votes for other in ends)
         return 4 if end.is_ours and not is_missed else 0
@@ -180,7 +180,7 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
 
 
 def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
-    """Whether a rank that ended by itself, although late, had printed its exception before we ended all ranks."""
+    """Whether a rank, although it ended late, had an exception of its own before the first failure became known."""
     ordered = min((other.order for other in ends if other.code and not other.is_ours), default=0.0)
     return end.own_reason is not None and 0 < (end.code or 0) < 128 and end.began < ordered
 

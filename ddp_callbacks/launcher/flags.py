@@ -1,4 +1,4 @@
-"""The flags of ``ddprun``: its own, those that are torchrun's, too, and for each other of torchrun what to do instead.
+"""The flags of ``ddprun``: its own, those that it shares with torchrun, and a remedy for each other one of torchrun's.
 
 torchrun's are listed here so that ``ddprun`` can parse a command line without torch; a test compares them with torch's.
 """
@@ -28,7 +28,7 @@ FORWARDED = (
 
 
 def _takes(words: str, pattern: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """A type for argparse: a text that matches ``pattern``, which the error describes by ``words``."""
+    """Return a type for argparse: a text that matches ``pattern``, which the error describes by ``words``."""
 
     def parse(text: str) -> Any:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -53,14 +53,14 @@ _COUNT = _takes("a whole number that is not negative", r"\d+", int)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """A flag of the command line.
 
     Attributes:
-        spellings: Separated by spaces.
-        help: For ``--help``, or only ``--help-all`` unless it is ``usual``.
+        spellings: All its spellings, separated by spaces.
+        help: The help text: ``--help-all`` shows it, and ``--help`` if the flag is ``usual``.
         metavar: The name of its value; empty for a switch.
         type: Parses the value.
-        repeats: Whether it may be given more than once.
+        repeats: Whether the flag may be given more than once.
     """
 
     spellings: str
@@ -72,7 +72,7 @@ class Flag:
     repeats: bool = False
 
     def add_to(self, parser: Any, environ: Mapping[str, str], is_shown: bool) -> None:
-        """Add it to a parser; those of torchrun take their default from ``environ``: ``PET_MAX_RESTARTS``."""
+        """Add the flag to a parser. A flag of torchrun has its default from ``environ``, such as PET_MAX_RESTARTS."""
         words, default = self.spellings.split(), self.default
         if self in TORCHRUN:
             default = environ.get("PET_" + words[0].lstrip("-").upper().replace("-", "_"), default)
@@ -126,7 +126,7 @@ TORCHRUN = (
 )
 GROUPS = {"nodes": NODES, "start": START, "end": END, "output": OUTPUT, "flags that are torchrun's, too": TORCHRUN}
 
-# What to do instead of flags that ddprun has not.
+# Remedies for flags that ddprun does not have.
 _INSTEAD = {
     "the nodes meet at the first one; --master-addr and --master-port choose where": (
         "--rdzv-backend --rdzv-endpoint --rdzv-conf"

@@ -1,4 +1,4 @@
-"""Which nodes to use, and how many processes on each: from ``-H`` or a host file."""
+"""Read which nodes to use, and how many processes on each, from ``-H`` or a host file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class NodePlan:
 
     Attributes:
         host: Its name for ssh: an alias of the ssh configuration, ``user@host``, a name or an address.
-        processes: As in ``--nproc-per-node``; if empty, the node decides: one per GPU, or else per CPU socket.
+        processes: The number of processes, as in ``--nproc-per-node``; if empty, the node decides: one per GPU, or else
+            per CPU socket.
         python: The interpreter.
         cwd: The working directory.
-        cores: How many the job has there; ``None`` for all that the node lets it use.
-        rank: Its node rank.
-        is_here: Whether it is this machine, which needs no ssh.
-        rsh: The command that reaches it instead of ssh.
-        setup: A command of bash that goes before all that is started there.
+        cores: The number of cores that the job has there; ``None`` for all that the node lets it use.
+        rank: The node rank.
+        is_here: Whether the node is this machine, which needs no ssh.
+        rsh: The command that reaches the node instead of ssh; ``None`` for ssh.
+        setup: A bash command that runs before each process there.
     """
 
     host: str
@@ -42,7 +43,7 @@ class NodePlan:
 
     @property
     def name(self) -> str:
-        """Its name in the output."""
+        """The node's name in the output."""
         return self.host.rpartition("@")[2]
 
     @property
@@ -51,7 +52,7 @@ class NodePlan:
         return "" if self.is_here else f"{shlex.join(self.rsh or ('ssh', self.host))} "
 
     def words(self, *words: str) -> list[str]:
-        """A command, after what sets up the node; a login shell knows ``module``."""
+        """Return a command that runs :attr:`setup` before these words, in a login shell, which knows ``module``."""
         return ["bash", "-lc", f'{self.setup} && exec "$@"', "bash", *words] if self.setup else list(words)
 
 
@@ -59,7 +60,7 @@ def parse_hosts(text: str) -> list[NodePlan]:
     """Parse ``-H``: ``node1:4,node2``, with an IPv6 address in brackets.
 
     Raises:
-        ConfigurationError: There is no host, a host is named twice, or a number of slots is not positive.
+        ConfigurationError: There is no host, a host is invalid or named twice, or a number of slots is not positive.
     """
     source = f"-H {text}"
     if os.path.isfile(text):
@@ -78,7 +79,7 @@ def parse_hostfile(text: str, source: str) -> list[NodePlan]:
         source: Its name, for messages.
 
     Raises:
-        ConfigurationError: With the name of the file and the line.
+        ConfigurationError: The file is invalid; names the file and the line.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):

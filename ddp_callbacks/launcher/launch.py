@@ -21,7 +21,7 @@ from ddp_callbacks.versions import how_to_install_this
 _PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
-_LATER = 2.0  # seconds after which the ranks give up a machine, too: the launcher comes first, as it can go on without
+_LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
@@ -40,16 +40,16 @@ class Launch:
 
     Args:
         job: The job.
-        seconds: From now to its end; it is asked to stop as much earlier as that may take.
-        limit: What this end is.
+        seconds: Seconds from now to the job's end; it is asked to stop ``job.force`` seconds earlier.
+        limit: The name of this end, for messages.
 
     Attributes:
         has_begun: Whether a rank was started.
-        is_forced: Whether a second signal has ended it at once.
-        stopped_by: The signal or limit that ended the job; empty if it was neither.
-        signal: The signal of ddprun itself that did.
-        restarts: How often its ranks have been started again, for whatever reason.
-        taken: Is set when rank 0 has taken what was sent to its standard input.
+        is_forced: Whether a second signal has ended the job at once.
+        stopped_by: The signal or limit that ended the job; empty if neither did.
+        signal: The signal to ddprun itself that ended the job; ``None`` if none did.
+        restarts: How often the ranks have been restarted, for any reason.
+        taken: An event that is set when rank 0 has taken the data sent to its standard input.
         nodes: The nodes that were reached, in rank order.
     """
 
@@ -63,7 +63,7 @@ class Launch:
         self.nodes: list[Connection] = []
         self._seconds = seconds
         self._shared = Shared(job.heartbeat_timeout)
-        self._secret = secrets.token_hex(16)  # of the ranks' control channel
+        self._secret = secrets.token_hex(16)  # secret of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
         self._ending: float | None = None  # the deadline for all to end
@@ -115,7 +115,7 @@ class Launch:
         """Reach every node and check that the job can start there.
 
         Raises:
-            CannotStart: It cannot start on a node; nothing was started anywhere.
+            CannotStart: The job cannot start on a node; nothing was started anywhere.
         """
         self.nodes = [Connection(plan, self._shared) for plan in self.job.nodes]
         problems = await ask_all(self._check, self.nodes)
@@ -152,7 +152,7 @@ class Launch:
         """Let the first of these nodes listen where the others can reach it.
 
         Raises:
-            CannotStart: There is no address, or a node cannot reach it.
+            CannotStart: The first node has no address for others, cannot listen, or a node cannot reach it.
         """
         first, *others = nodes
         addresses = first.addresses if others else ["127.0.0.1"]
@@ -180,21 +180,21 @@ class Launch:
         return port
 
     def start(self, nodes: list[Connection]) -> None:
-        """Start the ranks on these nodes, which can meet. Returns at once; the nodes report it."""
+        """Start the ranks on these nodes, after :meth:`meet`. Returns at once; the nodes report the start."""
         self._preparing = None
         places = [(node.plan, node.place) for node in nodes]
         for node, message in zip(nodes, starts(self.job, places, self._where, self.restarts), strict=True):
             node.tell("start", **message)
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
-        """End the ranks of these nodes, so that others can be started there; return the problems."""
+        """End the ranks of these nodes, so that others can be started there; return the problems by node."""
         seconds = self.job.shutdown_timeout
         return await ask_all(lambda node: node.ask("halt", seconds + _READY, seconds=seconds), nodes)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     async def pass_on_input(self) -> None:
-        """Send standard input to rank 0, as it takes it, so that ``input()`` and a breakpoint work there."""
+        """Send standard input to rank 0, as fast as it reads, so that ``input()`` and a breakpoint work there."""
         data = b"-"
         while data:
             self.taken.clear()
@@ -203,7 +203,7 @@ class Launch:
             await self.taken.wait()
 
     async def next_event(self) -> Event | None:
-        """The next event; ``None`` if none comes within a moment."""
+        """Return the next event; ``None`` if none comes within a quarter of a second."""
         try:
             event = await asyncio.wait_for(self._shared.events.get(), _LOOK)
         except TimeoutError:
@@ -213,7 +213,7 @@ class Launch:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has been ended."""
+        """Whether the job was ended or asked to stop."""
         return self._ending is not None
 
     @property
@@ -222,15 +222,15 @@ class Launch:
         return self._ending is not None and time.monotonic() >= self._ending
 
     def ask(self) -> None:
-        """Pass a request to stop on to the ranks of all nodes; they may be started again afterwards."""
+        """Ask the ranks of all nodes to stop; they may be started again afterwards."""
         self._tell_all("ask", number=signal.SIGTERM)
 
     def stop(self, number: int, reason: str = "") -> None:
         """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
 
         Args:
-            number: The signal that was sent to some process of the job; the ranks get SIGUSR1, or else SIGTERM.
-            reason: Who has stopped it; empty if the job ends by itself.
+            number: The signal that a process of the job got. If it is SIGUSR1, the ranks get it, too; else SIGTERM.
+            reason: The signal or limit that stops the job; empty if it ends by itself.
         """
         if self._ending is not None:
             return
@@ -253,7 +253,7 @@ class Launch:
 async def ask_all(
     ask: Callable[[Connection], Awaitable[Any]], nodes: list[Connection]
 ) -> dict[Connection, NodeProblem]:
-    """Ask nodes, all at the same time; return the problems."""
+    """Ask all nodes at the same time; return the problems by node."""
     found = await asyncio.gather(*map(ask, nodes), return_exceptions=True)
     for problem in found:
         if isinstance(problem, BaseException) and not isinstance(problem, NodeProblem):

@@ -1,4 +1,4 @@
-"""The command line of ``ddprun``: what it says of the job."""
+"""Parse the command line of ``ddprun`` into a job."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun stacks                                   show where each rank of a running job is"""
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
-_WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # for --rsh
+_WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
 _SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "{host}")
-_PLAIN = re.compile(r"[0-9,-]*")  # the devices that another node may have, too
+_PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may have, too
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host, as the user has named it, needs no ssh: its name or address is this machine's. Asks no server."""
+    """Whether a host needs no ssh, because the user has named it by this machine's name or address. Asks no server."""
     own, short = socket.gethostname(), name.partition(".")[0]
     return is_loopback(name) or own in (name, short) or name == own.partition(".")[0] or name in own_addresses()
 
@@ -73,7 +73,7 @@ class _Parser(ArgumentParser):
         raise ConfigurationError(f"{message}. See {self.prog} --help.")
 
     def refuse_unknown(self, given: str) -> NoReturn:
-        """Report an unknown flag, with what to do instead, or a similar known one."""
+        """Raise for an unknown flag, with a remedy or a similar known flag."""
         flag = given.partition("=")[0]
         name = flag.rstrip("0123456789")  # -n2
         if remedy := REFUSED.get(name.replace("_", "-")):
@@ -91,10 +91,10 @@ def parse_options(
     is_here: Callable[[str], bool] = is_this_machine,
     is_doctor: bool = False,
 ) -> Job:
-    """Parse the command line, without the program's name, or without ``ddprun doctor``.
+    """Parse the command line: the arguments after ``ddprun``, or after ``ddprun doctor``.
 
     Raises:
-        ConfigurationError: With a one-line message.
+        ConfigurationError: The command line is invalid; the message has one line.
     """
     parser = _Parser(environ, is_doctor, show_all=False)
     job, unknown = parser.parse_known_args(argv, namespace=Job())
@@ -139,7 +139,7 @@ def _min_nodes(job: Job) -> int:
 
 
 def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool]) -> tuple[NodePlan, ...]:
-    """The nodes in rank order; ``--nproc-per-node`` overrides their slots."""
+    """Return the nodes in rank order; ``--nproc-per-node`` overrides their slots."""
     is_named = job.hosts is not None or job.hostfile is not None
     if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
         job.rsh = ["srun"]
@@ -160,7 +160,7 @@ def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool])
 
 
 def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
-    """Hosts from ``-H``, a host file, or the current job; none if it is to run here."""
+    """Return the hosts from ``-H``, a host file, or the scheduler's job; none if the job is to run here."""
     if job.hosts is not None:
         return parse_hosts(job.hosts)
     if job.hostfile is not None:
@@ -171,13 +171,13 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
 
 
 def _srun() -> tuple[str, ...]:
-    """The words by which srun starts one process on a node beside others, with all cores of the job there."""
+    """Return the srun command that starts a process on a node beside others, with all cores of the job there."""
     said, _ = output_of("srun", "--help")
     return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 
 def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
-    """The words of ``--rsh``, with ``{host}`` in them."""
+    """Return the words of ``--rsh``, completed so that they contain ``{host}``; ``None`` for ssh."""
     if words is None:
         return None
     program = words[0] if words else ""
@@ -213,7 +213,7 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """The current directory, by the user's name for it: its resolved path may not exist on another node."""
+    """Return the current directory by the user's name for it: its resolved path may not exist on another node."""
     named = environ.get("PWD", "")
     try:
         return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()

@@ -42,13 +42,13 @@ class Terminal:
                 except BrokenPipeError:
                     raise
                 except OSError:  # its disk is full, or the terminal was closed: SIGHUP ends the job
-                    return  # the ranks' files are to be complete
+                    return  # the ranks' files must still be complete
             elif self._give_up():
                 return
 
 
 class Output:
-    """Takes the output of the nodes.
+    """Writes the output of the ranks to files and the terminal.
 
     A line on the terminal comes from one rank only. A progress bar's line ends with a carriage return, and is shown as
     often as the rank has written it. If only one rank is shown, its unfinished lines are shown at once.
@@ -61,7 +61,7 @@ class Output:
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        folder.mkdir(parents=True, mode=0o700)  # nobody else is to read what the ranks print
+        folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
         self._folder = folder
         self._shown = shown
         self._prefix = prefix
@@ -71,7 +71,7 @@ class Output:
         self._unfinished = False  # whether the terminal's last line is unfinished
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
-        """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error), or its stacks, ``s``."""
+        """Write data of a rank's stream: ``o`` (standard output), ``e`` (standard error) or ``s`` (its stacks)."""
         self._keep(self._folder / f"rank-{rank}.log", data)
         if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
@@ -82,13 +82,13 @@ class Output:
         self._print(f"ddprun: {text}\n".encode(errors="replace"), "e")
 
     def quote(self, node: str, rank: int, lines: list[str]) -> None:
-        """Print lines of a rank that is not shown otherwise."""
+        """Print lines of a rank whose output is not shown."""
         prefix = f"[{node}:{rank}] " if self._prefix else ""
         self._begin_line()
         self._print("".join(f"{prefix}{line}\n" for line in lines).encode(errors="surrogateescape"), "e")
 
     def note_stacks(self, lines: list[str]) -> None:
-        """Print where the ranks are, and put it where ``ddprun stacks`` looks for it."""
+        """Print where the ranks are, and write it to the file that ``ddprun stacks`` reads."""
         where = f"the stacks of all threads are in {self._folder}/rank-*.log"
         for line in (*lines, where):
             self.note(line)
@@ -101,14 +101,14 @@ class Output:
         return self._shown is None or rank in self._shown
 
     def describe_place(self, rank: int | None) -> str:
-        """Where to find the full output of a rank; ``None`` for all ranks."""
+        """Say where to find the full output of a rank; ``None`` for all ranks."""
         path = self._folder / f"rank-{rank}.log"
         if path.exists():
             return f"its full output is in {path}"
         return f"{'' if rank is None else 'it printed nothing; '}all output is in {self._folder}"
 
     def close(self) -> None:
-        """Print the held-back output; nothing else comes."""
+        """Close the files and print the held-back output. Call it last."""
         for file in self._files.values():
             if file is not None:
                 file.close()
@@ -169,7 +169,7 @@ class _Lines:
     def _marked(self, data: bytes) -> bytes:
         marked = bytearray()
         for piece in _PIECE.findall(data):
-            if self._at_start and piece != b"\r":  # a progress bar begins with it
+            if self._at_start and piece != b"\r":  # a progress bar begins with a carriage return
                 marked += self._prefix
             marked += piece
             self._at_start = piece.endswith((b"\r", b"\n"))
@@ -177,9 +177,9 @@ class _Lines:
 
 
 async def next_input() -> bytes:
-    """Data from standard input; none at its end. In the background of a terminal it waits."""
+    """Return data from standard input, empty at its end. Wait while this process is in the terminal's background."""
     with suppress(OSError):  # the terminal was closed
-        while sys.stdin is not None:  # otherwise number 0 may be something else's
+        while sys.stdin is not None:  # otherwise descriptor 0 may be another file
             if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
                 continue
             if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():

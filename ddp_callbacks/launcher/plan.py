@@ -1,4 +1,4 @@
-"""The job, as worked out before anything is contacted: what runs where."""
+"""The plan of a job, made before any node is contacted: what runs where."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the fir
 
 
 class Job(Namespace):
-    """All that a command line says of a job: each of :mod:`ddp_callbacks.launcher.flags` by its name, and more.
+    """The settings of a job: the value of each flag by its name, see :mod:`ddp_callbacks.launcher.flags`, and more.
 
     Attributes:
-        nodes: In rank order.
-        min_nodes: How many of them are enough; the job is elastic if that is less than all.
-        environ: Variables that the user has named for the nodes.
-        forwarded: Variables that each node gets in any case.
+        nodes: The nodes in rank order.
+        min_nodes: The smallest number of nodes; the job is elastic if it is less than all.
+        environ: Variables for the nodes that the user has named.
+        forwarded: Variables of this process that every node gets without being named.
     """
 
     nodes: tuple[NodePlan, ...]
@@ -47,11 +47,11 @@ class Job(Namespace):
 
     @property
     def force(self) -> float:
-        """Seconds from a request to stop to force."""
+        """Seconds from a request to stop to SIGKILL."""
         return GRACE if self.grace is None else self.grace
 
     def words(self, node: NodePlan) -> list[str]:
-        """The command of a rank on a node."""
+        """Return the command of a rank on a node."""
         return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
 
 
@@ -59,7 +59,7 @@ _SECRET = re.compile(r"^[^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)|://[^/@]*:[^/@]*
 
 
 def describe(job: Job) -> str:
-    """The job as text."""
+    """Describe the job as text, for ``--dry-run``."""
     return "\n".join(_describe_node(job, node) for node in job.nodes)
 
 
@@ -90,10 +90,10 @@ def _variables(job: Job, node: NodePlan) -> Iterator[str]:
 def starts(
     job: Job, nodes: Sequence[tuple[NodePlan, Mapping[str, Any]]], where: tuple[str, int], restarts: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The message by which each of these nodes starts its ranks; the first one hosts their store at ``where``.
+    """Yield for each node the message that starts its ranks; the first node hosts their store at ``where``.
 
     Args:
-        nodes: Each with its place, see :func:`ddp_callbacks.launcher.facts.place`.
+        nodes: Each node with its place, see :func:`ddp_callbacks.launcher.facts.place`.
     """
     counts = [int(place["processes"]) for _, place in nodes]
     for number, (node, place) in enumerate(nodes):
@@ -124,7 +124,7 @@ def starts(
 
 
 def _defaults(place: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that a rank gets unless they are set on its node."""
+    """Return variables that a rank gets unless its node has set them."""
     interface = place.get("interface", "")
     found = {
         "OMP_NUM_THREADS": str(max(1, place["cores"] // place["processes"])),

@@ -1,6 +1,6 @@
-"""How the launcher reaches a node, by ssh or another command, and what their error messages mean.
+"""Reach a node by ssh or another command, and explain the command's error messages.
 
-The command line holds only a shell. The job is sent on standard input, so that no argument, path or variable is ever
+The command line holds only a shell. The job travels on standard input, so that no argument, path or variable is ever
 quoted for a shell, or visible in a process list. In this order:
 
 =======================  =============================================================================
@@ -23,7 +23,7 @@ from ddp_callbacks.launcher.hosts import NodePlan
 
 _MODULES = ("processes", "binding", "link", "answers", "ending", "program")  # each imports only those before it
 
-SHELL = "/bin/sh"  # one word, which a command may run as it is, or pass to a login shell, which may be any
+SHELL = "/bin/sh"  # one word: it works as a program and as a command line of any login shell
 READY = b"\0ddprun is ready\0"
 # The shell may read ahead, so nothing else is sent before it has printed READY.
 FIRST_LINE = (
@@ -36,14 +36,14 @@ _CONNECT_TIMEOUT = 10  # seconds for ssh to connect
 
 
 def opening(python: str) -> bytes:
-    """What follows :data:`FIRST_LINE`: the interpreter, a path or a name in the PATH there, and the program."""
+    """Return what follows :data:`FIRST_LINE`: the interpreter (a path, or a name in PATH there) and the program."""
     path = "".join(f"\\0{byte:03o}" for byte in os.fsencode(python)).encode()
     program = _program()
     return b"%s\n%d\n%s" % (path, len(program), program)
 
 
 def _program() -> bytes:
-    """The modules of the node's program as one text, which needs no files there."""
+    """Return the modules of the node's program as one text, which needs no files there."""
     lines = ["import sys"]
     for name in _MODULES:
         text = (Path(node.__file__).parent / f"{name}.py").read_text()
@@ -53,7 +53,7 @@ def _program() -> bytes:
 
 
 def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
-    """The user's ssh: configuration, agent, jump hosts and known hosts apply, and host keys are checked.
+    """Return a command of the user's ssh, with their configuration, agent, jump hosts, known hosts and host key checks.
 
     It never asks on the terminal. A connection that is silent for ``patience`` seconds ends. It uses a shared
     connection (ControlPath) if there is one, and leaves none behind.
@@ -72,7 +72,7 @@ def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
 
 
 def command_to(plan: NodePlan, patience: float = PATIENCE) -> list[str]:
-    """The command that reaches a node: ssh, the user's command, or a shell for this machine."""
+    """Return the command that reaches a node: ssh, the user's command, or a shell for this machine."""
     if plan.is_here:
         return [SHELL]
     return [*(ssh_command(plan.host, patience) if plan.rsh is None else plan.rsh), SHELL]
@@ -90,7 +90,7 @@ _SSH_SAYS = {
 
 
 def explain(plan: NodePlan, code: int | None, said: list[str]) -> str:
-    """What the error messages of the command mean that has not reached a node, and what to type."""
+    """Explain why the command has not reached a node, from its error messages, and say what to type."""
     last = said[-1].strip() if said else "no message"
     if plan.rsh is not None:
         last = f"{os.path.basename(plan.rsh[0])} cannot reach it (exit code {code}): {last}"

@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.watch import Watch
 
-_BRIEF = 10.0  # seconds; a job that ends itself sooner would be started again without end
+_BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
 
 
 def run(job: Job) -> int:
@@ -31,13 +31,13 @@ def run(job: Job) -> int:
 
 
 def _limit(job: Job) -> tuple[float, str]:
-    """Seconds until the job ends, and what that end is."""
+    """Return the seconds until the job ends, and the name of that end."""
     if job.time_limit is not None:
         return job.time_limit, f"the time limit of {job.time_limit:g} s"
     end = None if job.grace is None else job_end(os.environ)
     if end is None:
         return math.inf, ""
-    if end.length is not None and end.length <= job.force:  # each of its jobs would be asked to stop at once
+    if end.length is not None and end.length <= job.force:  # each start would ask the job to stop at once
         raise ConfigurationError(
             f"--grace must be shorter than the job, got {job.grace:g} s; {end.name} has {end.length:g} s."
         )

@@ -1,4 +1,4 @@
-"""Where the ranks are, from the stacks that they write when they are asked; ``ddprun stacks`` asks."""
+"""Show where the ranks are, from the stacks that they write on request; ``ddprun stacks`` sends the request."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.node.processes import handled_by
 
-SUMMARY = "stacks.txt"  # in the folder of a job's logs
-WRITING = 1.0  # seconds for the stacks of all ranks to come
+SUMMARY = "stacks.txt"  # a file in the folder of a job's logs
+WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-_WAITS = re.compile(r"/(torch|ddp_callbacks)/")  # in these a rank waits for others, most likely
-_SHOWN = 8  # ranks to name at one line
+_WAITS = re.compile(r"/(torch|ddp_callbacks)/")  # packages in which a rank most likely waits for others
+_SHOWN = 8  # ranks to name in one line
 
 
 def innermost(text: str) -> str:
-    """The innermost line of the main thread, which Python's faulthandler writes last; empty if there is none."""
+    """Return the innermost line of the main thread, which faulthandler writes last; empty if there is none."""
     found = _FRAME.search(text.rpartition("(most recent call first):\n")[2])
     return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
-    """One line for each place where ranks are. Those that do not wait for others come first, and the rarest place.
+    """Return a line for each place where ranks are. Places where they don't wait for others come first, then rare ones.
 
     Args:
-        lines: The innermost line of each rank, by what the rank is called.
+        lines: The innermost line of each rank, by the rank's name in the output.
     """
     ranks: dict[str, list[str]] = {}
     for rank, line in lines.items():
@@ -49,7 +49,7 @@ def _names(ranks: list[str]) -> str:
 
 
 def ask_job(argv: list[str]) -> str:
-    """``ddprun stacks``: let a running job write the stacks of its ranks; return where they are.
+    """``ddprun stacks``: let a running job write the stacks of its ranks; return the summary of where they are.
 
     Raises:
         ConfigurationError: There is no such job here, or it does not answer.

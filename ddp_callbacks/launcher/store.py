@@ -1,8 +1,8 @@
 """Host the store in which the ranks meet, on a socket that already listens: ``store.py ADDRESS PORT DESCRIPTOR``.
 
-A process of its own, because the node's program does without torch, and the store must outlive each rank. It listens on
-one address; torch's own listen on all interfaces (pytorch issue 173909). The node's program kills it, and says before
-which ranks have exited with code 0: others may still wait for these to join.
+The store has a process of its own, because the node's program does without torch, and the store must outlive each rank.
+It listens on one address; torch's own listens on all interfaces (pytorch issue 173909). The node's program names on
+standard input the ranks that have exited with code 0, as others may wait for them to join, and kills this at the end.
 """
 
 from __future__ import annotations

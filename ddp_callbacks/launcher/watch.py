@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _QUOTED = 20  # lines of the failed rank to show
-_PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
+_PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 
 
 class Watch:
@@ -29,13 +29,13 @@ class Watch:
         self._launch = launch
         self._output = output
         self._running = list(launch.nodes)
-        self._ranks: dict[int, End] = {}  # those that have started
+        self._ranks: dict[int, End] = {}  # the ranks that have started
         self._world_size = _number_of_ranks(self._running)
-        self._lost: list[End] = []  # nodes
-        self._failures = 0  # after which all ranks were started again
+        self._lost: list[End] = []  # lost nodes, and nodes with a problem
+        self._failures = 0  # number of failures after which all ranks were restarted
         self._end_at: float | None = None  # when the job ends after a failure
-        self._begin_at: float | None = None  # when the ranks that were asked to stop are started again, at the latest
-        self._restart: asyncio.Task[None] | None = None  # while all ranks are ended and started again
+        self._begin_at: float | None = None  # latest time of a restart, while preempted ranks write checkpoints
+        self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
@@ -54,7 +54,7 @@ class Watch:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
         await asyncio.to_thread(self._output.note, text)
 
-    # --- what the nodes tell, see ddp_callbacks.launcher.node ---------------------------------------------------------
+    # --- messages from the nodes, see ddp_callbacks.launcher.node -----------------------------------------------------
 
     async def _on_wrote(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
@@ -103,15 +103,15 @@ class Watch:
     def _which_start(self) -> str:
         if not self._launch.restarts:
             return ""
-        # Those after a lost node are not counted.
+        # Restarts after a lost node are not counted.
         counted = f" of {self._job.max_restarts}" if self._failures == self._launch.restarts else ""
         return f", restart {self._launch.restarts}{counted}"
 
     async def _on_ended(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
-        """Note the end of a rank, at this moment, ``now``, of its host's clock."""
+        """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
         end = self._ranks.get(rank)
         if end is None or end.node != node.plan.name or self._restart is not None:
-            return  # its node was lost, or it was ended to be started again
+            return  # its node was lost, or a restart has ended it
         end.code, end.ended_by, end.order = code, signal, time.monotonic()
         end.printed = read_record(end.text("f"), now - end.order)
         # If we had ended the job, that may be the reason.
@@ -127,11 +127,11 @@ class Watch:
             self._launch.nodes[0].tell("ended", rank=rank)  # others may wait for it to join
 
     def _have_all_ended(self) -> bool:
-        """Whether all ranks have ended; another node's may not even have started when the first ones end."""
+        """Whether all ranks have ended; those of another node may not have started yet when the first ones end."""
         return len(self._ranks) == self._world_size and all(rank.code is not None for rank in self._ranks.values())
 
     def _take_failure(self, code: int) -> None:
-        """Handle the first ranks that fail, or that were preempted, before anything has ended the job."""
+        """Handle a rank that failed or was preempted, before anything has ended the job."""
         if code != EXIT_PREEMPTED and self._begin_at is None:
             if self._can_restart():
                 self._begin_restart()
@@ -150,12 +150,12 @@ class Watch:
     # --- starting again -----------------------------------------------------------------------------------------------
 
     def _can_restart(self) -> bool:
-        """Whether what has failed, or was preempted, is to be started again."""
+        """Whether a rank has failed or was preempted, and a restart is left and allowed."""
         has_failed = any(rank.code for rank in self._ranks.values())
         return has_failed and self._failures < self._job.max_restarts and not self._launch.is_ending
 
     def _restart_when_written(self) -> None:
-        """Start again once all ranks have written, if one was preempted."""
+        """After a preemption, restart once all ranks have written and ended, or their time is over."""
         if self._begin_at is None or self._launch.is_ending:
             return
         if self._have_all_ended() or time.monotonic() >= self._begin_at:
@@ -171,7 +171,7 @@ class Watch:
         problems = await self._launch.halt(self._running)
         nodes = list(self._running)
         if not all(node.is_open for node in nodes):
-            return  # its end decides
+            return  # the handler of the lost connection decides
         for node in (node for node in problems if node in nodes):
             self._fail(node.plan.name, "its processes did not end after SIGKILL")
         if self._launch.is_ending or self._lost:
@@ -205,7 +205,7 @@ class Watch:
             self._begin_restart(counts=False)
 
     def _where(self, ranks: Iterable[int]) -> list[str]:
-        """Where these ranks are, or were when they were ended."""
+        """Return where these ranks are, or were when they were ended."""
         found = {number: self._ranks[number] for number in sorted(ranks)}
         return summary({f"rank {number} on {rank.node}": innermost(rank.text("s")) for number, rank in found.items()})
 
@@ -225,7 +225,7 @@ class Watch:
         return self._conclude_failure()
 
     def _is_preempted(self) -> bool:
-        """Whether each rank has ended as preempted, or well."""
+        """Whether no node was lost, and all ranks were preempted or exited with code 0, at least one preempted."""
         codes = {rank.code for rank in self._ranks.values()}
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 
@@ -271,7 +271,7 @@ class Watch:
         return cause.code
 
     def _ends(self) -> list[End]:
-        """What is known of the ranks' ends. One that was preempted is no cause; one that did not follow it is."""
+        """Return the ranks' ends. A preempted rank is no cause; one that had to be killed after a preemption is."""
         has_preempted = any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values())
         reason = f"did not end within {self._job.force:g} s after another rank was preempted"
         ends = []

@@ -17,8 +17,8 @@ Torchbearer's events in order, and the callbacks that handle them::
       on_end_epoch, on_checkpoint   with the merged metrics; then StopTogether compares the replicas
     on_end                     removes hooks, restores generators; BatchNorm layers when run() returns or raises
 
-:class:`Resume` acts after all of them: it may end the run after a batch or an epoch. A resumed run
-gets the opening events again, and then everything is put back: before the next batch, or after ``on_start``.
+:class:`Resume` acts after all of them: it may end the run after a batch or an epoch. A resumed run gets the opening
+events again. Then :class:`Resume` restores all state: before the next batch, or after ``on_start``.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and
 windows close in on_step_training and on_end_training.
@@ -78,7 +78,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
 
     Args:
         batch_size: See :class:`ShardData`.
-        weight, reduction: What the loss is the mean over. The default is right for torch's criteria. See
+        weight, reduction: The divisor of a mean loss, and mean or sum. The default is right for torch's criteria. See
             :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
@@ -100,7 +100,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ``comm_hook``, all processes must use the same parameters in each backward. Otherwise each process
             normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
         timeout: How long to wait for the other processes to join, and for a silent process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What this library uses of Torchbearer except its public names: each in one function, all listed in :data:`PRIVATE`.
+"""All uses of Torchbearer's private names, each in one function; :data:`PRIVATE` lists them.
 
 Importing this raises :class:`ImportError` if the installed Torchbearer lacks one.
 """
@@ -21,9 +21,9 @@ from torchbearer.metrics import EpochLambda, Mean, Metric, MetricTree, RunningMe
 from ddp_callbacks.data.batch_logs import interleave_rows
 from ddp_callbacks.versions import require_names
 
-_SUMS = ("_sum", "_sum_sq", "_count")  # of Mean, Var and Std; Mean lacks the second
-_ROWS = ("_y_pred", "_y_true")  # of EpochLambda
-_WINDOW = ("_cache", "_i", "_result")  # of RunningMean: the values of the last batches, their number, its value
+_SUMS = ("_sum", "_sum_sq", "_count")  # in Mean, Var and Std; Mean lacks the second
+_ROWS = ("_y_pred", "_y_true")  # in EpochLambda
+_WINDOW = ("_cache", "_i", "_result")  # in RunningMean: the last batches' values, a count of batches, the mean
 
 PRIVATE = (
     "torchbearer.bases:_forward_with_exceptions(x, model, y_pred, state)",
@@ -52,7 +52,7 @@ Checkpointer = checkpointers._Checkpointer
 
 
 def loss_of(state: Any, batch: Any) -> torch.Tensor:
-    """The loss of a batch, computed as Torchbearer's closure does; predictions and loss are in ``state`` afterwards."""
+    """Compute the loss of a batch as Torchbearer's closure does; predictions and loss are in ``state`` afterwards."""
     state[torchbearer.ITERATOR] = iter([batch])
     state[torchbearer.SAMPLER](state)
     bases._forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
@@ -67,7 +67,7 @@ def loss_of(state: Any, batch: Any) -> torch.Tensor:
 
 
 def has_own_closure(trial: Any) -> bool:
-    """Whether the step is not Torchbearer's own, but a closure of the user's (``with_closure``)."""
+    """Whether the Trial uses a closure of the user's (``with_closure``), not Torchbearer's own."""
     module: str = getattr(trial.closure, "__module__", "")
     return module != "torchbearer.bases"
 
@@ -76,17 +76,17 @@ def has_own_closure(trial: Any) -> bool:
 
 
 def held(aggregator: Metric) -> dict[str, Any]:
-    """What a ``Mean``, a ``Var`` or an ``EpochLambda`` has added up or collected so far, by attribute."""
+    """Return the sums or rows in a ``Mean``, ``Var`` or ``EpochLambda`` so far, by attribute; nothing for others."""
     names = (*_SUMS, *_ROWS) if isinstance(aggregator, Mean | Var | EpochLambda) else ()
     return {name: vars(aggregator)[name] for name in names if name in vars(aggregator)}
 
 
 def add_up(aggregator: Metric, of_ranks: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]]) -> None:
-    """Let a metric hold what ranks have held: sums are added up, rows come into the loader's order.
+    """Merge the ranks' sums or rows into a metric: add up the sums, and put the rows into the loader's order.
 
     Args:
-        of_ranks: By rank, its :func:`held`, or all attributes.
-        rows: By rank, the number of rows in each batch.
+        of_ranks: For each rank, the result of :func:`held`, or all attributes.
+        rows: For each rank, the number of rows in each batch.
     """
     for name in held(aggregator):
         parts = [own[name] for own in of_ranks]
@@ -94,14 +94,14 @@ def add_up(aggregator: Metric, of_ranks: Sequence[dict[str, Any]], rows: Sequenc
 
 
 def rows_in(aggregator: Metric) -> int:
-    """The number of rows that an ``EpochLambda`` has collected; 0 of others."""
+    """Return the number of rows that an ``EpochLambda`` has collected; 0 for others."""
     rows = held(aggregator).get("_y_pred")
     return 0 if rows is None else rows.shape[0]
 
 
 @contextmanager
 def without_running(aggregator: EpochLambda) -> Iterator[None]:
-    """Have NaN for the running value of an ``EpochLambda`` inside, if it has one."""
+    """Inside, let the running value of an ``EpochLambda`` be NaN, if it computes one."""
     step = aggregator._step
     if step is aggregator._final:
         aggregator._step = lambda *_: math.nan
@@ -112,13 +112,13 @@ def without_running(aggregator: EpochLambda) -> Iterator[None]:
 
 
 def window_of(aggregator: Metric) -> dict[str, Any]:
-    """What a ``RunningMean`` holds, to continue from by :func:`run_on`; nothing of others."""
+    """Return the state of a ``RunningMean``, from which :func:`run_on` continues; nothing for others."""
     names = _WINDOW if isinstance(aggregator, RunningMean) else ()
     return {name: copy.copy(getattr(aggregator, name)) for name in names}
 
 
 def is_of_scalars(aggregator: RunningMean) -> bool:
-    """Whether what it takes of a batch is one number, as without ``dim``."""
+    """Whether a running mean takes one number from each batch, as without ``dim``."""
     return not aggregator._kwargs
 
 
@@ -133,9 +133,9 @@ def run_on(aggregator: RunningMean, window: dict[str, Any], means: Sequence[torc
 def metrics_within(
     metric: Metric, root: Metric | None = None, seen: set[int] | None = None
 ) -> Iterator[tuple[Metric, Metric]]:
-    """A metric and all that it holds, with the root of the tree of each: of a list, of a tree, or inside a wrapper.
+    """Yield a metric and all metrics inside it (in lists, trees and wrappers), each with the root of its tree.
 
-    Each is there once, in a fixed order.
+    Each comes once, in a fixed order.
     """
     seen = set() if seen is None else seen
     if id(metric) not in seen:
@@ -157,11 +157,11 @@ def _held_by(metric: Metric) -> Iterator[Metric]:
 
 
 def scheduler_of(callback: TorchScheduler) -> Any:
-    """torch's scheduler inside of Torchbearer's; ``None`` before the start of the run."""
+    """Return torch's scheduler inside Torchbearer's; ``None`` before the start of the run."""
     return callback._scheduler
 
 
 def advance_bar(callback: Callback | None, batches: int) -> None:
-    """Let a progress bar of batches show that some of them are done already."""
+    """Let a progress bar over batches show that ``batches`` of them are done already."""
     if isinstance(callback, Tqdm) and not callback._on_epoch and callback._loader is not None:
         callback._loader.update(batches)

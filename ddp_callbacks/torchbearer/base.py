@@ -1,4 +1,4 @@
-"""Shared by the callbacks: joining the process group, this rank's share of the batch, and the weight of its loss."""
+"""Shared parts of the callbacks: joining the process group, this rank's share of a batch, the weight of its loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class DistributedCallback(Callback):  # type: ignore[misc]
     """Base class of callbacks that use a process group. It joins the default group unless you pass one.
 
     Args:
-        process_group: ``None`` is the default group, joined from the environment when the Trial is made.
+        process_group: The ranks' process group; ``None`` is the default group, joined from the environment when the
+            Trial is made.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -61,7 +62,7 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
 
     def local_state(self, state: State) -> dict[str, Any]:
-        """What only this rank knows of the run under way, as tensors and plain data: for :class:`Resume`. Local.
+        """Return this rank's own state of the current run, as tensors and plain data, for :class:`Resume`. Local.
 
         Args:
             state: The Trial's state.
@@ -69,10 +70,10 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         return {}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """Continue from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch.
+        """Continue from the results of :meth:`local_state`. Every rank calls it, before its next batch or epoch.
 
         Args:
-            states: What it has returned on each rank.
+            states: The results of :meth:`local_state` on the ranks of the earlier run.
             state: The Trial's state.
         """
 
@@ -107,7 +108,7 @@ class LossWeight:
         self._reduction = reduction
 
     def reduction(self, state: State) -> str:
-        """``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``.
+        """Return ``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``.
 
         Args:
             state: The Trial's state.
@@ -117,7 +118,7 @@ class LossWeight:
         return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
 
     def of(self, state: State) -> tuple[float, float | None]:
-        """This rank's weight, and the sum over all ranks if it is known without communication. Local.
+        """Return this rank's weight, and the sum over all ranks if it is known without communication. Local.
 
         Args:
             state: The Trial's state, after the loss is computed.
@@ -128,7 +129,7 @@ class LossWeight:
         return (float(own) if share_of(state).local else 0.0), None
 
     def of_samples(self, state: State) -> tuple[float, float | None]:
-        """The same by samples alone, before the loss is computed. Local.
+        """Return the same from the numbers of samples alone, before the loss is computed. Local.
 
         Args:
             state: The Trial's state.
@@ -144,7 +145,7 @@ def _weight_by_criterion(state: State) -> float | torch.Tensor | None:
 
 
 def share_of(state: State) -> Share:
-    """This rank's share of the current batch; without sharding, the size of the batch."""
+    """Return this rank's share of the current batch; without sharding, the whole batch."""
     if SHARE in state:
         share: Share = state[SHARE]
         return share
@@ -152,7 +153,7 @@ def share_of(state: State) -> Share:
 
 
 def aggregator_of(state: State) -> AggregatePredictions | None:
-    """The callback that ``predict()`` injects; ``None`` in other passes."""
+    """Return the callback that ``predict()`` injects; ``None`` in other passes."""
     callbacks = state[torchbearer.CALLBACK_LIST]
     while isinstance(callbacks, CallbackListInjection):
         if isinstance(callbacks.callback, AggregatePredictions):
@@ -162,12 +163,12 @@ def aggregator_of(state: State) -> AggregatePredictions | None:
 
 
 def has_event(callback: Callback, event: str) -> bool:
-    """Whether a callback does something in an event."""
+    """Whether a callback handles an event."""
     return event in vars(callback) or getattr(type(callback), event, None) is not getattr(Callback, event)
 
 
 def handles(callback: Callback, events: tuple[str, ...]) -> bool:
-    """Whether a user's callback, not Torchbearer's, has one of these events."""
+    """Whether this is a user's callback, not Torchbearer's or ours, that handles one of these events."""
     module = type(callback).__module__
     is_decorated = module == "torchbearer.callbacks.decorators"  # made from a user's function
     if module.startswith(("torchbearer.", "ddp_callbacks.")) and not is_decorated:
@@ -179,10 +180,10 @@ Made = TypeVar("Made")
 
 
 def in_training_pass(made: Made | None) -> Made:
-    """What a callback has made for the training pass under way.
+    """Return ``made``, an object that a callback has made for the current training pass.
 
     Raises:
-        ConfigurationError: An evaluation has ended it.
+        ConfigurationError: It is ``None``: an evaluation within the pass has removed it.
     """
     if made is None:
         raise ConfigurationError(
@@ -196,7 +197,8 @@ def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method],
     """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer.
 
     Args:
-        wrapper: For example what a function with ``@contextmanager`` has returned: each call is then inside of it.
+        wrapper: Returns the new method. It can be the result of a ``@contextmanager`` function, inside which each call
+            then runs.
     """
     for name in names:
         method = getattr(trial, name)

@@ -4,7 +4,7 @@ Which of a Trial's events draw the same random numbers on all ranks:
 
 ================================================  ====================================================================
 ``on_sample``, ``on_forward``, ``on_criterion``   different per rank: they handle its part of the batch, and may augment
-the same of validation, ``on_step_validation``    likewise
+the same of validation, ``on_step_validation``    different per rank
 all others                                        the same, if a user's callback handles them: they may prune parameters
 ================================================  ====================================================================
 
@@ -71,13 +71,13 @@ class ShardData(DistributedCallback):
     rank 0's state on all ranks, and after ``run`` returns all ranks continue with it.
 
     In ``predict`` each rank computes whole batches in turn, and every rank gets the outputs of all, in the loader's
-    order. Those that are no tensors are pickled.
+    order. Outputs that are not tensors are pickled.
 
     Args:
         batch_size: ``"global"``: the loader's batch is the global batch, divided among the ranks. ``"per_process"``:
             each rank takes whole batches in turn, so a step has ``world_size`` batches. ``None``: the loaders are
             divided already, for example by a data set that splits itself; each rank keeps its own.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         ConfigurationError: ``batch_size`` is invalid, or it is ``None`` with :class:`Resume`. An output of ``predict``
@@ -90,7 +90,7 @@ class ShardData(DistributedCallback):
             check_batch_size(batch_size)
         self.batch_size = batch_size
         self.random_state: RunRandomState | None = None
-        """That of a run on several processes."""
+        """The random state of the run; ``None`` on a single process."""
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
@@ -106,7 +106,7 @@ class ShardData(DistributedCallback):
             )
         if not self._is_resumable:
             self._is_resumable = True
-            self._sharded.clear()  # of an evaluation before
+            self._sharded.clear()  # loaders of an earlier evaluation
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -118,7 +118,7 @@ class ShardData(DistributedCallback):
         wrap_methods(state[torchbearer.SELF], CALLS, self._calling(state[torchbearer.SELF].state))
 
     def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
-        """An event of the list that draws as this module says."""
+        """Wrap an event of the callback list, so that it draws random numbers as the table above says."""
 
         @functools.wraps(event)
         def alike(state: State) -> None:
@@ -157,7 +157,7 @@ class ShardData(DistributedCallback):
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
 
     def _deal_out(self, state: State) -> None:
-        """Let ``predict()`` compute whole batches in turn. A Trial may begin a loader again to get all its steps."""
+        """Let ``predict()`` compute whole batches in turn. A Trial may repeat a loader to get all its steps."""
         loader, steps = state[torchbearer.GENERATOR], state[torchbearer.STEPS]
         part = shard_loader(loader, "per_process", self.process_group)
         if isinstance(part, ShardedLoader) and steps:
@@ -201,7 +201,7 @@ class ShardData(DistributedCallback):
 
     @contextmanager
     def _calling(self, trial_state: State) -> Iterator[None]:
-        """Let each call divide the user's own loaders, and put back those that it found, also if it raises.
+        """Let each call divide the user's own loaders; at its end, also after an exception, restore those it found.
 
         If a callback evaluates within a run, it finds divided loaders. The run then keeps these, and its random state.
         """
@@ -217,7 +217,7 @@ class ShardData(DistributedCallback):
                 self._end_call()
 
     def _end_call(self) -> None:
-        """After the outermost call: forget a pass that has raised, and leave all ranks rank 0's random state."""
+        """After the outermost call, forget a pass that has raised, and give all ranks rank 0's random state."""
         self._undivided = {}
         for loader in self.divided:
             loader.shares.clear()
@@ -226,7 +226,7 @@ class ShardData(DistributedCallback):
 
     @property
     def divided(self) -> list[ShardedLoader]:
-        """The loaders that were divided, in this call or an earlier one."""
+        """The divided loaders, of this call and of earlier ones."""
         return [loader for _, loader in self._sharded.values() if isinstance(loader, ShardedLoader)]
 
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
@@ -248,7 +248,7 @@ class ShardData(DistributedCallback):
                 return share
             iterator = None  # a loader of the user's (with_loader) reads nothing
         size = common_size(batch)
-        if self.batch_size != "global" or iterator is not None:  # the part of a DistributedSampler, say
+        if self.batch_size != "global" or iterator is not None:  # already a part, as of a DistributedSampler
             return Share(1 if size is None else size, None)
         if size is None:
             return Share(int(self.rank == 0), 1)

@@ -41,7 +41,7 @@ SkipBatch = Literal["non_finite"]
 
 
 def check_skip(skip_batch: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"non_finite"`` with exact gradients."""
+    """Raise :class:`ConfigurationError` unless ``skip_batch`` is ``None``, or ``"non_finite"`` with exact gradients."""
     if skip_batch not in (None, "non_finite"):  # a criterion always returns a loss
         raise ConfigurationError(f'skip_batch must be None or "non_finite" in a Trial, got {skip_batch!r}.')
     check_skip_batch(skip_batch, sync)
@@ -64,7 +64,7 @@ class AllReduceGradients(DistributedCallback):
             are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
             as ``on_step_training``. Rank 0 reports the batch, and the ranks and hosts with such a loss. It costs one
             small message in each step, and reading the loss from its GPU.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         ConfigurationError: A setting is invalid. At the start: ``skip_batch`` with LBFGS, which computes the loss
@@ -105,10 +105,10 @@ class AllReduceGradients(DistributedCallback):
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
         self._verify = verify
-        self._next_check: Verify | None = None  # of the next batch
+        self._next_check: Verify | None = None  # the check of the next batch
         self._skip_batch = skip_batch
         self._bad: BadBatches | None = None
-        self._skipped = 0  # batches of this pass
+        self._skipped = 0  # skipped batches of this pass
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -194,14 +194,14 @@ class AllReduceGradients(DistributedCallback):
     def load_local_state(self, states: LocalStates, state: State) -> None:
         self._next_check = states.mine["next_check"]
         engines = states.of("engine").of_ranks
-        if None not in engines:  # else no training had begun
+        if None not in engines:  # otherwise no training had begun
             self.on_start_training(state)
             in_training_pass(self._synchronizer).load_state_dict(engines)
         self._skipped = states.mine["skipped"]
 
     @contextmanager
     def _skipping(self, trial: Any) -> Iterator[None]:
-        """Use a closure that ends where a batch is skipped."""
+        """Inside, use a closure that ends when a batch is skipped."""
         closure = trial.closure
 
         @functools.wraps(closure)
@@ -209,7 +209,7 @@ class AllReduceGradients(DistributedCallback):
             try:
                 closure(state)
             except _Skipped:
-                state[torchbearer.OPTIMIZER].zero_grad()  # of losses before this one, in a closure that has several
+                state[torchbearer.OPTIMIZER].zero_grad()  # drop gradients of earlier losses, if the closure has several
                 self._skipped += 1
                 _keep_values(state[torchbearer.METRIC_LIST])
 
@@ -277,7 +277,7 @@ class AverageParameters(DistributedCallback):
         )
         self._sync, self._loss_weight = sync, LossWeight(weight, reduction)
         self.averager: ParameterAverager | None = None
-        self._weight = 1.0  # of the current step
+        self._weight = 1.0  # this rank's weight in the current step
         self._put_back: Callable[[], None] | None = None
 
     def on_start_training(self, state: State) -> None:
@@ -317,17 +317,17 @@ class AverageParameters(DistributedCallback):
     on_start = on_end  # an earlier run may have raised before its end
 
     def local_state(self, state: State) -> dict[str, Any]:
-        """Also between two windows: each rank's optimizer is its own."""
+        """Return the averager's state. Without one, return the optimizer's, which is different on each rank."""
         if self.averager is not None:
             return {"window": self.averager.state_dict(), "optimizer": None}
         return {"window": None, "optimizer": state[torchbearer.OPTIMIZER].state_dict()}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """On another number of ranks, the window is closed: the Trial's own state is that of a closed one."""
+        """On another number of ranks, begin a new window: the Trial's own state is that of a closed one."""
         window = states.mine["window"]
         if not states.is_same_world:
             if self.averager is not None:
-                self.averager.outer_step()  # of no step: the next window begins here
+                self.averager.outer_step()  # of an empty window: the next one begins here
         elif self.averager is not None and window is not None:
             self.averager.load_state_dict(window)
         elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
@@ -335,11 +335,11 @@ class AverageParameters(DistributedCallback):
 
 
 class _Skipped(Exception):
-    """Ends a closure."""
+    """Ends the closure of a skipped batch."""
 
 
 def _keep_values(metrics: Any) -> None:
-    """Let metrics, which the Trial processes next, keep their values."""
+    """Let the metrics keep their values when the Trial processes them next."""
     process = metrics.process
 
     def keep(state: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Metrics of the whole data on every rank, computed by Torchbearer's code from merged state.
+"""Compute metrics of the whole data on every rank, by Torchbearer's code from merged state.
 
-Sums add up, rows come into the loader's order, and scalars of parts of a batch are joined to that of the batch.
+Sums are added up, rows put into the loader's order, and scalars of the parts of a batch combined to that of the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp_callbacks.torchbearer.base import (
     share_of,
 )
 
-_LossMetric = type(_DecoratedLoss().root)  # inside of Torchbearer's decorators
+_LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
 
 
 class ReduceMetrics(DistributedCallback):
@@ -47,7 +47,7 @@ class ReduceMetrics(DistributedCallback):
 
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`; used for the metrics of the loss.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         MismatchError: A rank lacks a metric; lists all ranks' keys.
@@ -62,7 +62,7 @@ class ReduceMetrics(DistributedCallback):
         super().__init__(process_group)
         self._loss_weight = LossWeight(weight, reduction)
         self._is_in_pass = False
-        self._pass: MetricsPass | None = None  # on several processes
+        self._pass: MetricsPass | None = None  # the current pass, on several processes
 
     def on_start_training(self, state: State) -> None:
         self.on_end_training(state)  # an earlier run may have raised before its end
@@ -79,7 +79,7 @@ class ReduceMetrics(DistributedCallback):
     on_start_validation, on_end_validation = on_start_training, on_end_training
 
     def local_state(self, state: State) -> dict[str, Any]:
-        """In a pass all that the metrics hold; else what they keep from pass to pass, as running means do."""
+        """Return the metrics' whole state in a pass; otherwise only the part that they keep from pass to pass."""
         return {
             "is_in_pass": self._is_in_pass,
             "metrics": [
@@ -90,10 +90,10 @@ class ReduceMetrics(DistributedCallback):
         }
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """On another number of ranks, a metric that cannot be merged continues from rank 0's values on each."""
+        """Continue. On another number of ranks, a metric that cannot be merged has rank 0's values on every rank."""
         metric_list, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["is_in_pass"]
         if not is_in_pass:
-            metric_list.reset(state)  # one that the criterion chooses is chosen there
+            metric_list.reset(state)  # this chooses a metric that depends on the criterion
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
         metrics = list(_torchbearer.metrics_within(metric_list))
         for (metric, _), attributes in zip(metrics, states.mine["metrics"], strict=True):
@@ -114,11 +114,11 @@ class MetricsPass:
         self._loss_weight, self._group = loss_weight, group
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
-        self._rows: list[int] = []  # of each batch
-        self._local, self._weight = 0, 0.0  # of the current batch: its samples, and the weight of its loss
+        self._rows: list[int] = []  # number of rows in each batch
+        self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
         self._metrics = list(_torchbearer.metrics_within(self._list))
         self._logs = [BatchLog() for _ in self._metrics]
-        self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # when the pass began
+        self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # at the start of the pass
         self._restore = ExitStack()
         for place, (metric, root) in enumerate(self._metrics):
             self._record(place, metric, isinstance(root, _LossMetric))
@@ -126,7 +126,7 @@ class MetricsPass:
         self._replace(self._list, "process_final", self._process_final)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
+        """Return this rank's records as tensors and plain data, without the metrics' own sums and rows. Local."""
         logs = [log.columns() for log in self._logs]
         return {"samples": self._samples, "rows": self._rows, "windows": self._windows, "logs": logs}
 
@@ -140,7 +140,7 @@ class MetricsPass:
         self._restore.close()
 
     def _record(self, place: int, metric: Metric, is_loss: bool) -> None:
-        """Let scalars of a batch wait in a log for those of the other ranks; values per sample can be summed here."""
+        """Log scalars of batches, to merge with the other ranks' at the end; let the metric sum values per sample."""
         own = type(metric).process
 
         def process(values: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class MetricsPass:
             self._restore.enter_context(_torchbearer.without_running(metric))
 
     def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
-        """What this rank adds to the mean of a batch: the number that is divided by, and the sum."""
+        """Return this rank's part of a batch's mean: the divisor and the sum."""
         if values.dim():
             return values.numel(), values.sum()
         weight = self._weight if is_loss else self._local
@@ -196,9 +196,9 @@ class MetricsPass:
         return final if is_settled else _settle(final, self._samples, self._group)
 
     def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
-        """Merge the metrics; return the running values, which Torchbearer has no final value for.
+        """Merge the metrics; return the values of running means, which have no final value. A collective.
 
-        Callbacks draw next, and the same on all ranks, so the random state travels along.
+        Callbacks draw next, alike on all ranks, so the message also carries the random state.
         """
         mine = {
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
@@ -222,13 +222,13 @@ def _join(
     windows: Sequence[dict[str, Any]],
     reduction: str,
 ) -> dict[str, Any]:
-    """Let each metric hold what those of all ranks have had in a pass; return the values of running means. Local.
+    """Merge the ranks' state of a pass into each metric; return the values of running means. Local.
 
     Args:
-        metrics: Each with the root of its tree.
-        of_ranks: By rank, what each metric has added up or collected (``held``), the columns of its log (``logs``), and
+        metrics: Each metric with the root of its tree.
+        of_ranks: For each rank, each metric's sums or rows (``held``), the columns of each metric's log (``logs``), and
             the number of rows in each batch (``rows``).
-        windows: Of running means, when the pass began.
+        windows: The state of running means at the start of the pass.
         reduction: ``"mean"`` or ``"sum"``, for metrics of the loss.
     """
     running: dict[str, Any] = {}
@@ -251,14 +251,13 @@ def _join(
 def _load_merged(
     metrics: Sequence[tuple[Metric, Metric]], states: LocalStates, reduction: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give rank 0 what the metrics of all ranks have had, and the others nothing, in the middle of a pass.
+    """In the middle of a pass, give rank 0 the merged state of all ranks' metrics, and the others an empty one.
 
     Args:
-        states: What :meth:`ReduceMetrics.local_state` has returned on each rank, decoded.
+        states: The decoded results of :meth:`ReduceMetrics.local_state` on each rank.
 
     Returns:
-        What this rank's pass is then to have recorded, see :meth:`MetricsPass.load_state_dict`; and the values of
-        running means.
+        The records for this rank's pass, see :meth:`MetricsPass.load_state_dict`; and the values of running means.
     """
     nothing = {"samples": 0, "rows": [], "windows": [{} for _ in metrics], "logs": [[[], [], []] for _ in metrics]}
     of_ranks = [{**(found["pass"] or nothing), "held": found["metrics"]} for found in states.of_ranks]
@@ -268,19 +267,19 @@ def _load_merged(
         for metric, _ in metrics:
             _torchbearer.add_up(metric, [], [])
         rows = [0]
-    windows = [_torchbearer.window_of(metric) for metric, _ in metrics]  # of the whole batches, on every rank
+    windows = [_torchbearer.window_of(metric) for metric, _ in metrics]  # over whole batches, on every rank
     samples = sum(found["samples"] for found in of_ranks) / states.world_size
     return {"samples": samples, "rows": rows, "windows": windows, "logs": nothing["logs"]}, running
 
 
 def _may_differ(metric: Metric) -> bool:
-    """Whether the metric's final value may differ between the ranks after the merging: a user's that has one."""
+    """Whether a metric's final value may differ between ranks after the merging: the user's own class computes it."""
     kind = type(metric)
     return kind.process_final is not Metric.process_final and not kind.__module__.startswith("torchbearer.")
 
 
 def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Check that all ranks have the same metrics, and agree on those whose values differ."""
+    """Check that all ranks have the same metrics, and let them agree on values that differ. A collective."""
     mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
     gathered = all_gather_json([sorted(mine), numbers, samples], "the final metrics", group)

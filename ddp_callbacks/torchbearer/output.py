@@ -38,7 +38,7 @@ class RankZeroOutput(DistributedCallback):
 
     Args:
         also: Further callback classes to silence on the other ranks, for example your loggers.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
     """
 
     def __init__(self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None) -> None:
@@ -75,7 +75,7 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
 
 
 def _silence(callback: Callback) -> None:
-    for event in EVENTS:  # those that it has: all ranks must see the same ones
+    for event in EVENTS:  # only those that it handles: all ranks must see the same ones
         if has_event(callback, event):
             setattr(callback, event, lambda state: None)
 

@@ -39,7 +39,7 @@ from ddp_callbacks.torchbearer.base import (
 )
 from ddp_callbacks.versions import __version__
 
-_MAY_STOP = {  # by event, those of a batch that a user's callback may have, to stop there
+_MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles one of these events, and may stop there
     "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
     "on_step_validation": ("on_forward_validation", "on_criterion_validation", "on_step_validation"),
 }
@@ -59,7 +59,7 @@ class BroadcastParameters(DistributedCallback):
     call these methods again.
 
     Args:
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         MismatchError: On every rank; names the differences and the ranks.
@@ -67,7 +67,7 @@ class BroadcastParameters(DistributedCallback):
 
     _called = ""
     _loaded: str | None = None
-    _random_state: Any = None  # of a checkpoint, if the next run resumes from it
+    _random_state: Any = None  # random state of the checkpoint that the next run resumes from
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -111,7 +111,7 @@ class BroadcastParameters(DistributedCallback):
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
-        """Know which method is called: all begin alike, so different ones on the ranks would deadlock later."""
+        """Note which method is called: all begin alike, so different ones on the ranks would deadlock later."""
         self._called = name
         try:
             yield
@@ -152,14 +152,14 @@ class SynchronizeBuffers(DistributedCallback):
     """After each training pass: average running statistics, weighted by samples; copy other buffers from rank 0.
 
     Evaluations and checkpoints then use statistics of the whole data, equal on all ranks. A batch without samples on a
-    rank doesn't change that rank's statistics. It follows :class:`ShardData`, which divides the batch.
+    rank doesn't change that rank's statistics. Put it after :class:`ShardData`, which divides the batch.
 
     Args:
         sync_batchnorm: Make the model's BatchNorm layers use global batch statistics while the Trial runs, see
             :class:`ddp_callbacks.BatchNormSynchronizer`. They are restored when ``run``, ``evaluate`` or ``predict``
             returns or raises. This sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
             before backward instead of the gradients after it; gradients through these layers are then exact.
-        process_group: ``None`` is the default group.
+        process_group: The ranks' process group; ``None`` is the default group.
     """
 
     def __init__(self, sync_batchnorm: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
@@ -206,7 +206,7 @@ class SynchronizeBuffers(DistributedCallback):
         return {"samples": self._samples, "buffers": dict(state[MODEL].named_buffers())}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """On another number of ranks, all begin with the merged statistics, and count for equal parts of the pass."""
+        """Continue. On another number of ranks, all get the merged statistics, and count as equal parts of the pass."""
         samples = states.of("samples").of_ranks
         self._samples = states.mine["samples"] if states.is_same_world else sum(samples) / states.world_size
         load_buffers(state[MODEL], states.of("buffers"), samples)
@@ -222,7 +222,7 @@ class SynchronizeBuffers(DistributedCallback):
 
 
 class StopTogether(DistributedCallback):
-    """If any rank sets ``state[STOP_TRAINING]``, stop all ranks at the same step. At the end of an epoch, compare them.
+    """Stop all ranks at the same step if any rank sets ``state[STOP_TRAINING]``. Compare the replicas after each epoch.
 
     At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
     (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the decisions to

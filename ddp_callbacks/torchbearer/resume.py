@@ -1,6 +1,6 @@
 """Stop anywhere and resume anywhere: a run that is asked to stop writes a file, and the next run continues from it.
 
-Torchbearer's loop has no entry but its beginning, so the next run gets the opening events again.
+Torchbearer's loop can only be entered at its beginning, so the next run gets the opening events again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Resume(ResumeOptions, DistributedCallback):
     ``run`` continues from it, on any number of processes, also a single one; a validation that was cut is repeated.
     ``run(epochs)`` still means the number of epochs in all: a finished run returns its history.
 
-    Callbacks see the opening events again (``on_start``, ``on_start_epoch`` and ``on_start_training``); then everything
-    is put back as it was: parameters, optimizer, schedulers, the callbacks' ``state_dict``, metrics, random states, the
-    position in the data. On the same number of processes the run has the numbers, bit for bit, of one that was not cut.
-    On another number it has those that any number of processes has; a window of local steps is closed there.
-    ``evaluate`` and ``predict`` are not resumed; between two runs of a script that starts again, they see the state of
-    the cut, as a file holds one.
+    Callbacks see the opening events again (``on_start``, ``on_start_epoch``, ``on_start_training``). Then parameters,
+    optimizer, schedulers, the callbacks' ``state_dict``, metrics, random states and the position in the data are
+    restored. On the same number of processes, the run has the same numbers, bit for bit, as a run that was not cut. On
+    another number, it has the numbers that any number of processes gives; a window of local steps is closed there.
+    ``evaluate`` and ``predict`` are not resumed. If a script that starts again calls them between two runs, they see
+    the state at the cut, the only one in the file.
 
-    Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`, whose process group
-    it takes. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without
+    Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`; it uses their process
+    group. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without
     this library.
     """
 
-    _saved: Saved | None = None  # until a run has continued from it
+    _saved: Saved | None = None  # the file's content, until a run has continued from it
     _has_read = False
 
     def on_init(self, state: State) -> None:
@@ -89,7 +89,7 @@ class Resume(ResumeOptions, DistributedCallback):
         return self._saved
 
     def _complete(self, state: State) -> None:
-        """Add the callbacks that know the position in the data. A single process needs none of our others."""
+        """Add the callbacks that know the position in the data, and the metrics. A single process needs only these."""
         callbacks: CallbackList = state[torchbearer.CALLBACK_LIST]
         kinds = (ShardData, ReduceMetrics)
         self._added = [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
@@ -102,13 +102,13 @@ Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
 
 
 class _Run(CallbackListInjection):  # type: ignore[misc]
-    """The Trial's callbacks during one ``run``, which begins where the last one was cut, and looks whether to stop.
+    """The Trial's callbacks during one ``run``. It resumes where an earlier run was cut, and checks whether to stop.
 
     It acts after all callbacks, and outside of the events in which all ranks draw alike. An ``evaluate`` within the run
     has some of these events, too, with a state of its own.
 
     Args:
-        saved: What the run continues from.
+        saved: The file's content that the run continues from; ``None``: the run begins at its start.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
     ) -> None:
         super().__init__(Callback(), callbacks)
         self._run_state, self._resumable = run_state, resumable
-        self._state: State = None  # of the run
-        self.saved = saved  # what is still to be put back
-        self._batches: int | None = None  # of the pass that was cut; None: between two epochs
+        self._state: State = None  # the run's state
+        self.saved = saved  # None once it is restored
+        self._batches: int | None = None  # batches done in the pass that was cut; None: the cut was between two epochs
         self._is_last = False
-        self._steps = 0  # of the training pass under way
+        self._steps = 0  # steps of the current training pass
         if saved is not None:
             self._batches, self._is_last = run_state.begin(saved)
 
@@ -141,7 +141,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
             self._put_back(state)
 
     def _is_of_a_later_run(self, state: State) -> bool:
-        """Whether the program had called ``run`` once more, for further epochs, when it was cut."""
+        """Whether the run that was cut was a later call of ``run``, for more epochs than this one."""
         done = len(state[torchbearer.HISTORY]) + (self._batches is not None)
         return bool(done > state[torchbearer.MAX_EPOCHS])
 
@@ -151,7 +151,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         if self.saved is not None and self._batches is not None:
             _leave_out(state, self._batches)
             self._put_back(state)
-        elif self._steps == 0:  # there is only a validation
+        elif self._steps == 0:  # only a validation follows
             self._pass_moment(state, 0, validates=True)
 
     def _put_back(self, state: State) -> None:
@@ -171,7 +171,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
             self._pass_moment(state, batches, ends_batch=True, validates=batches == self._steps)
 
     def on_end_training(self, state: State) -> None:
-        state[torchbearer.STEPS] = self._steps  # if no batch was left
+        state[torchbearer.STEPS] = self._steps  # it is still smaller if no batch was left
         super().on_end_training(state)
 
     def on_step_validation(self, state: State) -> None:
@@ -187,20 +187,20 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         self._pass_moment(state, None, is_last, ends_epoch=True, is_over=is_over)
 
     def on_end(self, state: State) -> None:
-        """A run that a callback has stopped within a pass ends here, without the end of an epoch."""
+        """End a run that a callback has stopped within a pass: there was no end of an epoch."""
         if state is self._state and state[torchbearer.STOP_TRAINING]:
             self._pass_moment(state, None, True, ends_epoch=True, is_over=True)
         super().on_end(state)
 
 
 def _leave_out(state: State, batches: int) -> None:
-    """Let the pass that begins take only the batches that are left. Call it after the event of its start.
+    """Let a training pass take only the batches that are left. Call it at the end of ``on_start_training``.
 
     The loop reads the number of steps once, right after that event, and calls the sampler first in each step. So it
     gets a smaller number, and the sampler restores the true one and shifts ``state[BATCH]``.
 
     Args:
-        batches: The number that is done.
+        batches: The number of batches that are done.
     """
     steps, sampler = state[torchbearer.STEPS], state[torchbearer.SAMPLER]
     if steps != -1:

@@ -1,4 +1,4 @@
-"""What a run of a Trial knows in addition to the Trial's ``state_dict``: saved on each rank, and put back."""
+"""Save and restore, on each rank, the state of a run that the Trial's ``state_dict`` lacks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
 
 
 class RunState:
-    """All of a run that is not in the Trial's ``state_dict``. Every rank makes one, before loaders are divided.
+    """The state of a run that is not in the Trial's ``state_dict``. Every rank makes one, before loaders are divided.
 
     Args:
         trial: The Trial.
-        callbacks: Its list.
-        data: Divides the loaders.
+        callbacks: Its list of callbacks.
+        data: The callback that divides the loaders.
 
     Attributes:
-        about: What a run that continues from the file must have in common with this one.
+        about: Properties that a run must have in common with this one to continue from its file.
     """
 
     def __init__(self, trial: Any, callbacks: Any, data: ShardData) -> None:
@@ -55,17 +55,17 @@ class RunState:
         self.about = _describe(trial, data)
 
     def note_start(self) -> None:
-        """Know what callbacks are set to from what changes in the run. Call it after ``on_start``."""
+        """Note the callbacks' attributes, to save only those that the run changes. Call it after ``on_start``."""
         self._at_start = {name: attributes.checksums_of(self._attributes(one)) for name, one in self._others.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def content(self, state: State, batches: int | None, is_last: bool) -> Iterator[Content]:
-        """What a file holds. A collective.
+        """Yield the content of a file. A collective.
 
         Args:
-            batches: The number of batches of the training pass under way that are done; ``None`` between two epochs.
+            batches: The number of batches done in the current training pass; ``None`` between two epochs.
             is_last: Whether no epoch follows, as a callback has stopped the run.
         """
         own = self._own(state) | {"batches": batches, "is_last": is_last}
@@ -74,12 +74,12 @@ class RunState:
             yield self._shared, own, self.about
 
     def _shared(self) -> dict[str, Any]:
-        """The Trial's ``state_dict``, which Torchbearer alone can load, without the classes of its callbacks."""
+        """Return the Trial's ``state_dict`` without its callbacks; Torchbearer can load it without this library."""
         callbacks = str(torchbearer.CALLBACK_LIST)
         return {str(key): value for key, value in self._trial.state_dict().items() if str(key) != callbacks}
 
     def _own(self, state: State) -> dict[str, Any]:
-        """What this rank has for itself. Local."""
+        """Return this rank's own state. Local."""
         return {
             "batch": state.get(torchbearer.BATCH),
             "metrics": attributes.encode(dict(state[torchbearer.METRICS])),
@@ -92,7 +92,7 @@ class RunState:
         }
 
     def _state_of(self, name: str, callback: Callback) -> dict[str, Any]:
-        """What a callback's ``state_dict`` has, and what it lacks."""
+        """Return a callback's ``state_dict``, and the state that it lacks."""
         return {
             "state": callback.state_dict(),
             "attributes": attributes.changed(self._attributes(callback), self._at_start.get(name, {})),
@@ -104,7 +104,7 @@ class RunState:
         return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
 
     def _loaders(self) -> dict[str, Any]:
-        """The loaders of the two passes, as they are divided."""
+        """Return the divided loaders of training and validation."""
         found = {str(key): (self._trial.state[key] or (None,))[0] for key in _DATA}
         return {name: loader for name, loader in found.items() if hasattr(loader, "state_dict")}
 
@@ -114,7 +114,7 @@ class RunState:
         return has_own_closure(self._trial) or zero_grad is not torch.optim.Optimizer.zero_grad
 
     def let_go(self) -> None:
-        """End the workers of the passes under way, and close the callbacks' files, which the next run continues."""
+        """End the workers of the current passes, and close the callbacks' files, which the next run continues."""
         for callback in self._others.values():
             if isinstance(callback, CSVLogger | AbstractTensorBoard):
                 callback.on_end(self._trial.state)
@@ -126,7 +126,7 @@ class RunState:
     # --- put back -------------------------------------------------------------------------------------------------
 
     def begin(self, saved: Saved) -> tuple[int | None, bool]:
-        """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on.
+        """Restore what the Trial needs at the start of the run, such as its epochs, and truncate files to continue.
 
         Returns:
             ``batches`` and ``is_last`` of :meth:`content`.
@@ -140,7 +140,7 @@ class RunState:
         return states.mine["batches"], states.mine["is_last"]
 
     def load_loaders(self, saved: Saved) -> None:
-        """Let the next passes continue in the data. Call it when the loaders are divided."""
+        """Move the loaders to their saved positions. Call it once they are divided."""
         own, loaders, state = self._states(saved).mine, self._loaders(), self._trial.state
         is_endless = state[torchbearer.INF_TRAIN_LOADING] and getattr(loaders.get(_TRAIN), "inf", False)
         for name, loader in loaders.items():
@@ -152,7 +152,7 @@ class RunState:
                 loader.start_afresh()
 
     def put_back(self, saved: Saved, state: State) -> None:
-        """Make everything as it was at the cut. The random state is last: what comes before may draw."""
+        """Restore all state as it was at the cut. The random state comes last, because the other steps may draw."""
         states = self._states(saved)
         own, device = states.mine, self._trial.state[torchbearer.DEVICE]
         self._load_trial(saved, own)
@@ -171,7 +171,7 @@ class RunState:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
-        else:  # without data all ranks draw the same
+        else:  # without data, all ranks draw the same
             set_global_state(own["random"]["own"])
 
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class RunState:
 
 
 def _named(callbacks: Any) -> dict[str, Any]:
-    """By class, and place among those of its class: others may have been added since it was saved."""
+    """Name callbacks by class and place among those of the class: others may have been added since the file."""
     counts: Counter[str] = Counter()
     found = {}
     for callback in callbacks:
@@ -202,7 +202,7 @@ def _named(callbacks: Any) -> dict[str, Any]:
 
 
 def _is_torchbearers(callback: Callback) -> bool:
-    """Whether it is one of Torchbearer's, of which most have no ``state_dict``."""
+    """Whether a callback is one of Torchbearer's own, of which most have no ``state_dict``."""
     return type(callback).__module__.startswith("torchbearer.")
 
 
@@ -211,7 +211,7 @@ def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.
     vars(callback).update(attributes.decode(saved["attributes"], device))
     for value in vars(callback).values():
         if _is_torchbearers(callback) and isinstance(value, GeneratorType | filter):
-            deque(value, maxlen=0)  # of parameters to clip or to decay: ended in the first batch
+            deque(value, maxlen=0)  # parameters to clip or decay: the first batch has used them up
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
 
@@ -225,7 +225,7 @@ def _rows(callback: CSVLogger) -> int | None:
 
 
 def _keep_rows(callback: CSVLogger, rows: int) -> None:
-    """Let a file of rows continue after those that it had; before ``on_start``, which would begin it anew."""
+    """Cut a CSV file to ``rows`` rows, and append to it. Call this before ``on_start``, which would begin it anew."""
     if os.path.exists(callback.filename):
         keep_lines(callback.filename, rows)
         callback.filemode = "a"

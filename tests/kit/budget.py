@@ -1,7 +1,7 @@
-"""What tests may cost: each by its tier, and a tier in all. ``tests/budget.toml`` has the numbers.
+"""Limit the cost of each test, by its tier, and of a whole tier. ``tests/budget.toml`` has the numbers.
 
-``--tier`` selects: ``parts`` start no process; ``test`` is what proves the promises here; ``check`` adds real
-interpreters, hosts, MPI and pages; ``night`` adds what repeats these many times. Each contains those before it.
+``--tier`` selects tests: ``parts`` start no process; ``test`` prove the promises here; ``check`` adds real
+interpreters, hosts, MPI and pages; ``night`` adds repetitions, GPUs and applications. Each tier contains those before.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TIERS = ("parts", "test", "check", "night")
 CHECK = {"cold", "hosts", "mpi", "pages", "slow", "wide"}
 NIGHT = {"apps", "cuda", "night"}
 NUMBERS: dict[str, Any] = tomllib.loads((TESTS / "budget.toml").read_text())
-FREE_OF_TORCH = ("-S", "-I", "from kit import")  # in command lines: it is not imported, or once for all tests
+FREE_OF_TORCH = ("-S", "-I", "from kit import")  # such commands don't import torch, or once for all tests
 
-_costs, _totals = Counter[str](), Counter[str]()  # of the test that runs, and of all
+_costs, _totals = Counter[str](), Counter[str]()  # costs of the running test, and of all tests
 _seconds = Counter[str]()  # by test
 _calibrations: list[float] = []
 
@@ -47,7 +47,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def exceeded(tier: str, costs: Mapping[str, int]) -> list[str]:
-    """What one test has started, or declared, beyond what a test of its tier may."""
+    """Return the costs of one test, started or declared, that exceed the limits of its tier."""
     limits = NUMBERS["each"][tier]
     if costs.get("many_ranks"):
         limits = limits | {"ranks at once": NUMBERS["each"]["check"]["ranks at once"]}
@@ -121,7 +121,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _is_whole(config: pytest.Config) -> bool:
-    """Whether all of a tier runs: only then are totals those of the tier."""
+    """Whether a whole tier runs: only then are the totals those of the tier."""
     is_all = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     return bool(config.option.tier and is_all and not config.option.keyword and not hasattr(config, "workerinput"))
 
@@ -132,7 +132,7 @@ def _over(config: pytest.Config) -> list[str]:
 
 
 def _calibrate() -> float:
-    """Seconds of CPU that 200 steps of a small MLP take here and now."""
+    """Return the seconds of CPU time that 200 steps of a small MLP take here and now."""
     torch.set_num_threads(1)
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 10))
     x, begin = torch.randn(128, 256), time.process_time()
@@ -142,7 +142,7 @@ def _calibrate() -> float:
 
 
 def _count_interpreters(event: str, args: tuple[Any, ...]) -> None:
-    """Python started by its path is cold; that of the warm server is found on the PATH, see kit.commands."""
+    """Count Python started by its path as cold; the warm server's is found on the PATH, see kit.commands."""
     if event == "subprocess.Popen" and not isinstance(args[1], str):
         program, words = Path(os.fspath(args[0])), " ".join(map(str, args[1]))
         is_python = program.is_absolute() and program.name.startswith("python")

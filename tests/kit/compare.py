@@ -1,4 +1,4 @@
-"""Compare what N processes and one have computed."""
+"""Compare the results of N processes with those of one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Real hosts on one machine: each has its own network, host name, processes, home and sshd. Linux, root.
+"""Make real hosts on one machine: each has its own network, host name, processes, home and sshd. Linux, root.
 
-Every namespace lives as long as a process of ours: there are no global names, and when the tests end, however they do,
-the pipes to these processes close and the kernel takes the hosts apart.
+Every namespace lives as long as a process of ours, and has no global name. When the tests end, in whatever way, the
+pipes to these processes close, and the kernel removes the hosts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
 NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
-_LIMIT = 300.0  # seconds, for one command of the set-up
+_LIMIT = 300.0  # seconds for one command of the set-up
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 Done = subprocess.CompletedProcess[str]
 
-# The first process of a host, whose end is the host's: it ends with its standard input.
+# The first process of a host. It ends when its standard input does, and the host with it.
 _HOST = """
 set -e
 mount --make-rprivate /
@@ -65,7 +65,7 @@ nsenter -t {pid} -n sh -ec 'ip link set lo up; ip addr add {address}/24 dev eth0
 
 
 def missing() -> str | None:
-    """Why hosts cannot be made here; ``None`` if they can."""
+    """Return why hosts cannot be made here; ``None`` if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "hosts are made of Linux's namespaces, by root"
     if lacking := [name for name in NEEDS if shutil.which(name, path=_PATH) is None]:
@@ -91,11 +91,11 @@ class Host:
         return int(children[0])
 
     def command(self, *argv: str, cwd: Path | str = "/") -> list[str]:
-        """What runs ``argv`` on the host."""
+        """Return the command that runs ``argv`` on the host."""
         return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wdns={cwd}", "--", *argv]
 
     def environ(self, **variables: str) -> dict[str, str]:
-        """The environment of someone who has logged in there."""
+        """Return the environment of a user who has logged in there."""
         keep = {name: os.environ[name] for name in ("PATH", "TMPDIR", "LANG") if name in os.environ}
         return {**keep, "HOME": str(self.home), "USER": "root", **variables}
 
@@ -110,14 +110,14 @@ class Host:
         return subprocess.run(command, env=environ, timeout=timeout, **streams, **options)
 
     def processes(self, of_sshd: bool = False) -> dict[int, str]:
-        """The command lines of all processes but sshd's, or of those, by process id seen from outside."""
+        """Return the command lines of all processes except sshd's, or only sshd's, by process id seen from outside."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):  # it has ended by now
+            with suppress(OSError):  # the process has ended by now
                 if os.readlink(f"/proc/{entry}/ns/pid") == namespace and int(entry) != self.pid:
                     line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if line and ("sshd" in line) == of_sshd:  # empty, if it has ended
+                    if line and ("sshd" in line) == of_sshd:  # empty if it has ended
                         found[int(entry)] = line
         return found
 
@@ -125,10 +125,10 @@ class Host:
 class HostBed:
     """``count`` hosts ``h1``, ``h2``, ... on one switch; use it in a ``with`` block.
 
-    Each has a login by key to all the others, whose host keys it knows.
+    Each can log in to all others by key, and knows their host keys.
 
     Args:
-        own_name: What the name of each host means to itself, 127.0.1.1 on Debian; if empty, its address.
+        own_name: The address to which a host resolves its own name, 127.0.1.1 on Debian; if empty, its real address.
     """
 
     def __init__(self, count: int, prefix: str = "h", own_name: str = "") -> None:
@@ -165,15 +165,15 @@ class HostBed:
             _run_in_network(pid, f"tc qdisc replace dev {device} {bucket}")
 
     def power_off(self, host: Host) -> None:
-        """The kernel ends everything that runs there."""
+        """Kill the host's first process: the kernel then ends all others there."""
         os.kill(host.pid, signal.SIGKILL)
 
     def end_all(self) -> None:
-        """Kill what runs on the hosts; their sshd stay."""
+        """Kill all processes on the hosts except sshd's."""
         _end(self.hosts)
 
     def end_sshd(self) -> None:
-        """Nothing listens on the hosts' port 22 from now on, so that another sshd can."""
+        """End the hosts' sshd, so that another one can listen on port 22."""
         _end(self.hosts, of_sshd=True)
 
     def _port(self, host: Host) -> str:
@@ -185,7 +185,7 @@ class HostBed:
         known = []
         for host in self.hosts:
             (host.home / ".ssh").mkdir(parents=True, mode=0o700)
-            (host.folder / "tmp").mkdir()  # what killed programs leave there goes with the host
+            (host.folder / "tmp").mkdir()  # leftovers of killed programs are removed with the host
             _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "hostkey")])
             kind, public = (host.folder / "hostkey.pub").read_text().split()[:2]
             known.append(f"{host.name},{host.address} {kind} {public}\n")
@@ -216,7 +216,7 @@ class HostBed:
 
 @contextmanager
 def _held(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that lives until its standard input is closed, once it says that it is ready."""
+    """Start a process, and yield it when it says that it is ready. Its standard input closes at the end."""
     environ = {**os.environ, "PATH": _PATH}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -225,13 +225,13 @@ def _held(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):  # what was started from outside may wait there to be reaped
+            with suppress(subprocess.TimeoutExpired):  # processes started from outside may wait there to be reaped
                 process.wait(5)
             process.kill()
 
 
 def _end(hosts: list[Host], of_sshd: bool = False) -> None:
-    """Kill until none is left. Some end by themselves meanwhile, such as the child by which sshd answers a login."""
+    """Kill processes until none is left. Some end by themselves, such as the child by which sshd answers a login."""
     end = time.monotonic() + _LIMIT
     while left := {pid: line for host in hosts for pid, line in host.processes(of_sshd).items()}:
         assert time.monotonic() < end, left
@@ -241,7 +241,7 @@ def _end(hosts: list[Host], of_sshd: bool = False) -> None:
 
 
 def _run_in_network(pid: int, script: str) -> None:
-    """In that of the process."""
+    """Run a shell script in the network namespace of a process."""
     _check(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
 
 

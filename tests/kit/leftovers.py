@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, also those whose parent has ended, and files in /dev/shm (Linux)."""
+"""Find what a test leaves behind: processes, even if their parent has ended, and files in /dev/shm (Linux)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def adopt_orphans() -> None:
 
 
 class Machine:
-    """How it is now, of which later finds are the difference.
+    """The processes and files at its creation; its methods return those that are new since.
 
     Args:
-        server: The process id of the fork server, whose children are like those of this process.
+        server: The process id of the fork server, whose children count like those of this process.
     """
 
     def __init__(self, server: int) -> None:
@@ -28,18 +28,18 @@ class Machine:
         self._processes, self._files = self._children(), _files()
 
     def processes(self) -> dict[int, str]:
-        """The command lines of new processes, by id. What has ended is let go, if it is an orphan."""
+        """Return the command lines of new processes, by id. Reap ended processes, except the server's."""
         found = {}
         for pid in self._children() - self._processes:
             with suppress(ChildProcessError):  # the server waits for its own
                 os.waitpid(pid, os.WNOHANG)
             with suppress(FileNotFoundError):
-                if line := Path(f"/proc/{pid}/cmdline").read_bytes():  # empty, if it has ended
+                if line := Path(f"/proc/{pid}/cmdline").read_bytes():  # empty if the process has ended
                     found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
         return found
 
     def files(self) -> set[str]:
-        """New ones in /dev/shm, without those that torch has made for a process that still runs beside this one."""
+        """Return new files in /dev/shm, without those that torch made for a process that still runs."""
         new = _files() - self._files
         owners = {name: re.match(r"torch_(\d+)_", name) for name in new}
         return {name for name, owner in owners.items() if owner is None or not Path(f"/proc/{owner[1]}").exists()}
@@ -53,6 +53,6 @@ class Machine:
 
 
 def _files() -> set[str]:
-    """Without those of MPI, of joblib and of spawned processes: killed ranks and other programs leave them there."""
+    """Return the files in /dev/shm, except those of MPI, joblib and spawned processes: killed programs leave these."""
     names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment.", "sem.loky-", "sem.mp-"))}

@@ -1,8 +1,8 @@
-"""How busy the machine is while something is measured, so that a promise about time can be tested beside other work.
+"""Measure how busy the machine is during a test, so that a promise about time can be tested beside other work.
 
-A promise is made for a machine with nothing else to do; there the factor is 1.05. Beside eight processes that compute,
-on two cores, the starts of an interpreter that go on beside what is measured take five times as long, as everything
-does: they need a core, the kernel and the disk's cache. What only decides when a test gives up needs none of this.
+A promise is made for an idle machine; there the factor is 1.05. Meanwhile interpreters are started again and again:
+beside eight busy processes on two cores, a start takes five times as long, as everything does, because it needs a core,
+the kernel and the disk's cache. A time after which a test gives up needs none of this.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import subprocess
 import sys
 import time
 
-_PAUSE = 0.1  # seconds between two starts, so that they are not in the way themselves
+_PAUSE = 0.1  # seconds between two starts, so that they don't slow the machine themselves
 
 
 class Slowness:
     """Watches the machine while its ``with`` block runs.
 
     Attributes:
-        factor: How much longer starts took than their own work, on the average; at least 1. Known after the block.
-        took: Seconds from the begin of the block to its end. Known after the block.
+        factor: Time of the starts divided by their CPU time, at least 1. Known after the block.
+        took: Seconds that the block took. Known after the block.
     """
 
     factor: float
@@ -40,7 +40,7 @@ class Slowness:
 
 
 def _start_interpreters() -> float:
-    """The duration of all starts until standard input ends, of one at least, in terms of their CPU time."""
+    """Start interpreters until standard input ends, at least one; return their total time divided by their CPU time."""
     durations = work = 0.0
     while not durations or not select.select([0], [], [], _PAUSE)[0]:
         begin = time.perf_counter()

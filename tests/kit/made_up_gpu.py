@@ -1,8 +1,8 @@
-"""Tensors that claim to be on a GPU, where there is none: they compute on the CPU.
+"""Tensors that claim to be on a GPU on a machine without one: they compute on the CPU.
 
-``with MadeUpGpu():`` torch makes and moves tensors "on" ``cuda:0``. Whatever would make the host wait for a GPU (the
-operations for which ``torch.cuda.set_sync_debug_mode("error")`` raises) raises :class:`HostWaits` after
-:meth:`MadeUpGpu.forbid_waiting`. Collectives on such tensors go by gloo; they count as operations in a stream.
+``with MadeUpGpu():`` torch makes and moves tensors "on" ``cuda:0``. Inside :meth:`MadeUpGpu.forbid_waiting`, operations
+that would make the host wait for a GPU (for which ``torch.cuda.set_sync_debug_mode("error")`` raises) raise
+:class:`HostWaits`. Collectives on such tensors go by gloo; they count as operations in a stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OnGpu(torch.Tensor):
 
 
 class MadeUpGpu(TorchFunctionMode):
-    """See the module."""
+    """Lets torch make and move tensors "on" a GPU; see the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MadeUpGpu(TorchFunctionMode):
 
     @contextmanager
     def forbid_waiting(self) -> Iterator[None]:
-        """Inside, what makes the host wait raises :class:`HostWaits`."""
+        """Inside, operations that make the host wait raise :class:`HostWaits`."""
         self._is_forbidden = True
         try:
             yield
@@ -123,7 +123,7 @@ class MadeUpGpu(TorchFunctionMode):
         inputs: Any = (),
         **given_by_name: Any,
     ) -> None:
-        """As torch's, but in this mode, which torch leaves while it runs this: hooks are called inside."""
+        """Run torch's backward inside this mode, so that hooks are; torch has left the mode while it calls this."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         with torch.enable_grad():
             plain = tuple(tensor.as_subclass(torch.Tensor) for tensor in tensors)
@@ -152,7 +152,7 @@ class MadeUpGpu(TorchFunctionMode):
 
 
 def put_on_gpu(module: nn.Module) -> nn.Module:
-    """Move a module, in place; layers that share a parameter go on to share it."""
+    """Move a module in place; layers that share a parameter still share it."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, parameter in layer._parameters.items():

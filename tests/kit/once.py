@@ -1,4 +1,4 @@
-"""What several tests share is computed once, also where it fails."""
+"""Compute a result that several tests share only once, even if that fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def once(function: Function) -> Function:
-    """As ``functools.cache``, but an exception is kept, too: the next test fails at once, with the same one."""
+    """Like ``functools.cache``, but keep an exception, too: the next test fails at once, with the same one."""
 
     @functools.cache
     def ended(*args: Any, **options: Any) -> tuple[Any, Exception | None]:

@@ -1,4 +1,4 @@
-"""The pages of the documentation: what is in them, and how their code is run."""
+"""Read the pages of the documentation, and run their code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 600.0  # seconds, for each command and for the Python blocks of a page t
 LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
 MPI = ("mpirun ", "mpiexec ")
 HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec"}
-# Programs that need a cluster, another machine or the network: the files that they are given must be there.
+# Programs that need a cluster, another machine or the network: only their files are checked to exist.
 ELSEWHERE = {"ssh", "ssh-keygen", "ssh-copy-id", "scp", "rsync", "srun", "sbatch", "qsub", "git", "source", "make"}
 COLD = {"docs/tutorials/quick_start.md", "docs/how_to/preemptible_jobs.md"}  # run by the real interpreter
 _BLOCK = r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)(?P=marks) *$"
@@ -40,13 +40,13 @@ class Block:
 
     Attributes:
         page: The path of its page, from the repository's root.
-        line: Where its first line of content is, from 1.
-        language: What stands behind the fence; ``python`` for a comment.
+        line: The line number of its first line of content, from 1.
+        language: The word after the fence; ``python`` for a comment.
         text: Its content.
-        not_run: The reason, or ``None``.
-        file: The name under which it is written to the page's folder, in place of being run.
-        patch: The file in which the commands that follow find this diff applied.
-        when_tested: Added to its commands.
+        not_run: The reason why it is not run, or ``None``.
+        file: The name of the file in the page's folder to which it is written instead of being run.
+        patch: The file to which this diff is applied, for the commands that follow.
+        when_tested: Arguments added to its commands in the tests.
     """
 
     page: str
@@ -71,7 +71,7 @@ class Block:
         return commands or self.patch is not None
 
     def code(self) -> CodeType:
-        """Compiled, with the page's line numbers. Of a diff what it makes; what it begins with must compile as well."""
+        """Compile it with the page's line numbers. Of a diff, compile the new side; the old side must parse as well."""
         new = self.text
         if self.language == "diff":
             old, new = sides(self.text)
@@ -79,7 +79,7 @@ class Block:
         return compile("\n" * (self.line - 1) + new, str(ROOT / self.page), "exec", dont_inherit=True)
 
     def commands(self) -> list[tuple[str, list[str] | None]]:
-        """Each command, with the lines that it prints; ``None`` where these are not shown."""
+        """Return each command with the lines that the page shows as its output; ``None`` if it shows none."""
         if not self.is_commands or self.patch is not None:
             return []
         text = re.sub(r"\\\n(> )?\s*", "", self.text)
@@ -111,7 +111,7 @@ class Page:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """In their order; a comment counts for the block that follows it."""
+        """The blocks in their order; a comment applies to the block that follows it."""
         text, found = "".join(f"{line}\n" for line in self.lines), list[Block]()
         marks: dict[str, str] = {}
         for part in re.finditer(f"{_BLOCK}|{_COMMENT}", text, re.MULTILINE):
@@ -153,7 +153,7 @@ class Page:
 
     @property
     def words(self) -> int:
-        """How many a reader sees, those of code included; marks of Markdown are none."""
+        """The number of words that a reader sees, including code, without marks of Markdown."""
         text = re.sub(r"<!--.*?-->", "", "\n".join(self.lines), flags=re.DOTALL)
         return sum(bool(re.search(r"\w", word)) for word in text.split())
 
@@ -162,14 +162,14 @@ class Page:
 
 
 def sides(diff: str) -> tuple[str, str]:
-    """What a diff begins with, and what it makes, with an empty line where the other has one more."""
+    """Return the old and the new side of a diff, with an empty line for each line that only the other side has."""
     lines = _marked(diff)
     old, new = ("\n".join(text if mark != skipped else "" for mark, text in lines) for skipped in "+-")
     return textwrap.dedent(old), textwrap.dedent(new)
 
 
 def patched(text: str, diff: str) -> str:
-    """``text`` with a diff applied, whose parts are separated by lines ``...`` and have no numbers."""
+    """Apply a diff to ``text``. Lines ``...`` separate the diff's parts, which have no line numbers."""
     for part in re.split(r"^ *\.\.\.\n", diff, flags=re.MULTILINE):
         lines = _marked(part.strip("\n"))
         old, new = ("".join(f"{line}\n" for mark, line in lines if mark != skipped) for skipped in "+-")
@@ -179,14 +179,14 @@ def patched(text: str, diff: str) -> str:
 
 
 def _marked(diff: str) -> list[tuple[str, str]]:
-    """The lines, each with its mark, which may be followed by a space."""
+    """Return the lines of a diff, each with its mark; a space may follow the mark in all lines."""
     lines = [line for line in diff.splitlines() if not re.match(r"@@|--- |\+\+\+ ", line)]
     width = 2 if all(re.match(r"[-+ ]( |$)", line) for line in lines if line.strip()) else 1
     return [(line[:1], line[width:]) for line in lines]
 
 
 def pages() -> list[Page]:
-    """README.md and the pages of the site."""
+    """Return README.md and the pages of the site."""
     paths = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not {"_build", "_files"} & {*path.parts}]
     return [Page(path) for path in [ROOT / "README.md", *paths]]
 
@@ -199,7 +199,7 @@ def page_named(name: str) -> Page:
 
 
 def run_python(name: str, python: str) -> None:
-    """In a process of its own: run the Python blocks of a page, in order, in one namespace.
+    """In a process of its own, run the Python blocks of a page, in order, in one namespace.
 
     ``python`` is the interpreter of the processes that they start.
     """
@@ -211,7 +211,7 @@ def run_python(name: str, python: str) -> None:
     sys.path.insert(0, os.getcwd())
     for block in page_named(name).blocks:
         if block.is_python and block.not_run is None:
-            script.write_text(block.text)  # processes that are spawned begin with it
+            script.write_text(block.text)  # spawned processes begin with it
             try:
                 exec(block.code(), namespace)
             except BaseException:
@@ -221,7 +221,7 @@ def run_python(name: str, python: str) -> None:
 
 
 def try_ddprun(*argv: str) -> None:
-    """In a process of its own: ``ddprun`` with these arguments, as far as that goes without the nodes."""
+    """In a process of its own, run ``ddprun`` with these arguments as far as possible without the nodes."""
     from ddp_callbacks.launcher import cli
     from ddp_callbacks.launcher.options import parse_options
 
@@ -234,12 +234,12 @@ def try_ddprun(*argv: str) -> None:
 
 @dataclass
 class Running:
-    """One page as its code runs, in a folder of its own, where commands find a copy of ``examples``."""
+    """Runs the code of one page, in a folder of its own with a copy of ``examples``."""
 
     page: Page
     folder: Path
     nursery: Nursery
-    figures: dict[Figures, Figures] = field(default_factory=dict)  # printed, by what the page shows for them
+    figures: dict[Figures, Figures] = field(default_factory=dict)  # printed figures, by those that the page shows
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -251,7 +251,7 @@ class Running:
                 path.write_text(block.text)
 
     def failure_of(self, block: Block) -> str | None:
-        """What went wrong in a block; all of its page are run, once."""
+        """Return what went wrong in a block, or ``None``; the first call runs all such blocks of the page."""
         if not block.is_python:
             return self._commands[str(block)]
         left = next((text for text in self._python.values() if text), "it took too long")
@@ -283,7 +283,7 @@ class Running:
         return None
 
     def _run(self, command: str, expected: list[str] | None) -> str | None:
-        words = re.sub(r"^(\w+=\S* +)+", "", command)  # without variables that are set in front
+        words = re.sub(r"^(\w+=\S* +)+", "", command)  # without variables set in front
         program, *arguments = shlex.split(words, comments=True)
         if program == "ddprun" and _is_remote(arguments):
             (rank,) = self.nursery.run(try_ddprun, 1, self.folder, *arguments, launched=False, deadline=LIMIT)
@@ -316,7 +316,7 @@ class Running:
         if expected is not None and not agrees(expected, done.stdout):
             shown = "\n".join(expected)
             return f"shown:\n{shown}\nprinted (exit code {done.returncode}):\n{done.stdout}"
-        # What the page shows as equal, of one process and of two, must be equal.
+        # Figures that the page shows as equal, for one process and for two, must be equal.
         for shown_here, found in zip(figures(expected or []), figures(_lines(done.stdout)), strict=False):
             if self.figures.setdefault(shown_here, found) != found:
                 return f"shown twice: {shown_here}; printed {self.figures[shown_here]} and {found}"
@@ -324,7 +324,7 @@ class Running:
 
 
 def _is_remote(arguments: list[str]) -> bool:
-    """Whether other machines are named."""
+    """Whether the arguments of ``ddprun`` name hosts."""
     hosts = any(word in ("-H", "--hosts", "--hostfile") or word.startswith("--hosts=") for word in arguments)
     return hosts and "--dry-run" not in arguments
 
@@ -344,14 +344,14 @@ _NOTICE = re.compile(r"^(\[.*?\] ?)?ddp_callbacks: ")  # goes to another stream 
 
 
 def figures(lines: list[str]) -> list[Figures]:
-    """Of each line that says what one or more processes have reached."""
+    """Return the figures of each line that says what one or more processes have reached."""
     reached = [line for line in lines if re.search(r"\d process(es)?\b", line)]
     found = (tuple(re.findall(r"(accuracy|AUC|loss)[^;,]*?(\d+\.\d+)", line)) for line in reached)
     return [each for each in found if each]
 
 
 def plain(lines: list[str]) -> list[str]:
-    """Output without what differs from run to run: numbers, checksums, widths, bars (on another stream) and colours."""
+    """Remove what differs between runs: numbers, checksums, widths, bars (which go to another stream) and colours."""
     found = []
     for line in lines:
         line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rstrip("\r\n").rpartition("\r")[2])
@@ -361,7 +361,7 @@ def plain(lines: list[str]) -> list[str]:
 
 
 def _lines(output: str) -> list[str]:
-    """Not parted at the ``\\r`` of a progress bar, but where a rank's bar had not ended."""
+    """Split output into lines, not at the ``\\r`` of a progress bar, but where a rank's line follows an open bar."""
     return re.sub(r"(?<=.)(?=\[[\w.-]+:\d+\] )", "\n", output).split("\n")
 
 

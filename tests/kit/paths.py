@@ -1,4 +1,4 @@
-"""Where things are: the folders of the tests, which every rank and command finds on its path."""
+"""The folders of the tests, which every rank and command has on its path."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def find_tests() -> None:
 
 
 def python_path() -> str:
-    """The same for an interpreter that is started, which finds the package, too, where it is not installed."""
+    """Return the PYTHONPATH that does the same for a new interpreter. It also finds the package if not installed."""
     return os.pathsep.join([*map(str, FOLDERS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -29,7 +29,7 @@ TITLES = {
 
 
 def generate() -> str:
-    """The page: what stands above the list, and the list."""
+    """Return the page: its text above the list, and the new list."""
     parts = [PAGE.read_text().partition(BEGIN)[0] + BEGIN]
     for folder, title in TITLES.items():
         parts.append(f"### {title}\n")
@@ -41,7 +41,7 @@ def generate() -> str:
 
 
 def promises(path: Path) -> list[str]:
-    """The first paragraph of the docstring of each test that has one, each in one line."""
+    """Return the first paragraph of each test's docstring, each in one line."""
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     docs = [ast.get_docstring(node) for node in tests if node.name.startswith("test_")]
     return [" ".join(doc.partition("\n\n")[0].split()) for doc in docs if doc]

@@ -1,13 +1,13 @@
-"""Ranks: functions of the tests' modules on N processes, which may fail, die or be killed.
+"""Run functions of the tests' modules ("bodies") on N ranks, which may fail, die or be killed.
 
-:meth:`Nursery.run` says how each rank ended, :func:`run_distributed` what each has returned. They are forked from
-:mod:`kit.warm`, a start costs 0.1 s. Of a *kind*, they are fresh interpreters, as a forked one could not use CUDA:
+:meth:`Nursery.run` returns how each rank ended, :func:`run_distributed` the result of each. Ranks are forked from
+:mod:`kit.warm`; a start costs 0.1 s. Ranks of a *kind* are fresh interpreters, as a forked one could not use CUDA:
 
 - ``one``: one process;
-- ``gloo``: two on one GPU, whose tensors are summed by gloo;
+- ``gloo``: two on one GPU, whose tensors gloo sums;
 - ``nccl``: the same by NCCL, which refuses two ranks on a GPU unless each believes that it is on a host of its own.
   This library refuses them, too: ``device_failures.join_on`` turns that off;
-- ``cpu``: nothing keeps them from a GPU, and they need none.
+- ``cpu``: processes that need no GPU, although nothing keeps them from one.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Rank:
     stderr: str
     notes: dict[str, Any]
     noted_at: dict[str, float]
-    slowness: float = 1.0  # of the machine, if that was watched
+    slowness: float = 1.0  # slowness of the machine, if it was watched
 
 
 class Nursery:
     """Runs bodies as scripts on N ranks and reports how each ended.
 
     Args:
-        kind: Of fresh interpreters; by default, the ranks are forked.
+        kind: The kind of fresh interpreters; by default, the ranks are forked.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -97,10 +97,10 @@ class Nursery:
         deadline: float = DEADLINE,
         **options: Any,
     ) -> list[Rank]:
-        """Run ``body(*args)`` on all ranks, with the ``options`` of :meth:`start`; returns when the last has ended.
+        """Run ``body(*args)`` on all ranks, with the ``options`` of :meth:`start`; return when all have ended.
 
         Args:
-            on_end: Called with a rank that has ended and all process ids, while others may still run.
+            on_end: Called with each rank that has ended, and all process ids, while others may still run.
         """
         begun = self.start(body, world_size, folder, *args, deadline=deadline, **options)
         running, found = {process.ends: rank for rank, process in enumerate(begun)}, dict[int, Rank]()
@@ -121,7 +121,7 @@ class Nursery:
         return [found[rank] for rank in range(len(begun))]
 
     def run_watched(self, *args: Any, **options: Any) -> list[Rank]:
-        """:meth:`run`, for what is tested on how soon it comes: ``slowness`` says how busy the machine was."""
+        """Call :meth:`run` for a test of durations: each rank's ``slowness`` says how busy the machine was."""
         with Slowness() as slowness:
             ranks = self.run(*args, **options)
         return [replace(rank, slowness=slowness.factor) for rank in ranks]
@@ -142,12 +142,12 @@ class Nursery:
 
         Args:
             body: A function at the top of a module of the tests.
-            started: So many of the ranks, all if ``None``.
-            environ: Variables beside torchrun's.
-            launched: Set torchrun's variables; without, there is only ``INDEX``, the number of the rank.
-            finalize: Let the interpreter take itself apart at its end. That costs 1 to 4 s a rank, so usually a forked
+            started: How many of the ranks to start; ``None`` for all.
+            environ: Variables in addition to torchrun's.
+            launched: Whether to set torchrun's variables. Otherwise there is only ``INDEX``, the number of the rank.
+            finalize: Whether the interpreter finalizes at its end. That costs 1 to 4 s per rank, so usually a forked
                 rank is gone once its exit handlers have run, as on the fastest machine there is.
-            deadline: Seconds after which a rank that hangs says where.
+            deadline: Seconds until the caller kills a rank that hangs; it prints where after nine tenths of them.
         """
         variables = {n: value for n, value in os.environ.items() if not n.startswith(("PYTEST", "NCCL_"))}
         variables |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **_of_kind(self.kind, world_size)}
@@ -179,11 +179,11 @@ def _start_fresh(folder: Path, environ: dict[str, str], streams: list[int]) -> P
 
 
 def _of_kind(kind: str, world_size: int) -> dict[str, str]:
-    """The variables that fresh ranks need, which may share one GPU."""
+    """Return the variables for fresh ranks of a kind, which may share one GPU."""
     if not kind:
         return {}
     variables = {"LOCAL_WORLD_SIZE": str(world_size), "TORCHINDUCTOR_COMPILE_THREADS": "1", "TQDM_DISABLE": "1"}
-    if kind != "cpu":  # all on one GPU, also where there are several
+    if kind != "cpu":  # all on one GPU, even if there are several
         variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return variables | (NCCL_ON_ONE_GPU if kind == "nccl" else {})
 
@@ -195,7 +195,7 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
-    """What a rank that has ended has left in its folder."""
+    """Read the output and notes of an ended rank from its folder."""
     path = folder / f"notes-{rank}"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     streams = [(folder / f"{stream}-{rank}").read_text() for stream in STREAMS]
@@ -204,7 +204,7 @@ def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
 
 
 def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadline: float = 2 * DEADLINE) -> list[Any]:
-    """Call ``body(*args)`` on ranks that have joined a gloo group; what each returned. Warnings are errors there, too.
+    """Call ``body(*args)`` on ranks that have joined a gloo group; return the results. Warnings are errors there, too.
 
     Raises:
         AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.
@@ -215,12 +215,12 @@ def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadl
         texts = "\n".join(f"--- rank {index}\n{rank.stdout}{rank.stderr}" for index, rank in enumerate(ranks))
         codes = [rank.code for rank in ranks]
         assert codes == [0] * world_size, f"exit codes {codes}\n{texts}"
-        torch.sparse.check_sparse_tensor_invariants.disable()  # or torch 2.11 warns where it unpickles a sparse tensor
+        torch.sparse.check_sparse_tensor_invariants.disable()  # torch 2.11 warns when it unpickles sparse tensors
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to connections: one of these could take it before it is used."""
+    """Return a free port below the kernel's range for connections, which could take it before it is used."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, 10_000 + secrets.randbelow(20_000)))
@@ -233,12 +233,12 @@ def free_port() -> int:
 def be_a_rank() -> None:
     module, name, args, deadline = pickle.load(open(0, "rb", closefd=False))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    faulthandler.dump_traceback_later(0.9 * deadline)  # where a rank hangs that will be killed
+    faulthandler.dump_traceback_later(0.9 * deadline)  # show where a rank hangs, before it is killed
     getattr(importlib.import_module(module), name)(*args)
 
 
 def note(name: str, value: Any = None) -> None:
-    """In a body: leave something for the test, with the time."""
+    """In a body: leave a value for the test, with the time."""
     path = Path(f"notes-{os.environ.get('RANK', os.environ.get('INDEX'))}")
     with path.open("a") as file:
         file.write(json.dumps([name, value, time.monotonic()]) + "\n")
@@ -246,7 +246,7 @@ def note(name: str, value: Any = None) -> None:
 
 @contextmanager
 def noting_errors() -> Iterator[None]:
-    """In a body: note an exception (type, message) and let it go on."""
+    """In a body: note an exception (type, message) and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -255,7 +255,7 @@ def noting_errors() -> Iterator[None]:
 
 
 def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Hosts:
-    """Let the ranks of ``group`` live on hosts with so many ranks each. A collective."""
+    """Return the hosts of ``group`` as if each had the number of ranks in ``layout``. A collective."""
     names = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
     before = environment.host_identity
     environment.host_identity = lambda: f"host {names[group.rank()]}"

@@ -1,11 +1,11 @@
-"""A process that has imported what takes long, from which ranks and commands are forked: 0.05 s for 1 to 5 s.
+"""A fork server that has imported the slow modules: its ranks and commands start in 0.05 s instead of 1 to 5 s.
 
 :class:`Server` writes ``python``, ``torchrun`` and ``ddprun`` into a folder; these ask for a child in their place, see
-:mod:`kit.wrapper`. What a child cannot imitate (most options of Python, other namespaces, a module that would hide
-one that is imported already) is left to the real interpreter, with the reason in the file "cold-starts".
+:mod:`kit.wrapper`. If a child cannot imitate the command (most options of Python, other namespaces, a module that would
+hide an imported one), the real interpreter runs it, and the file "cold-starts" gets the reason.
 
-A child differs in this: it is the server's child, modules are there that it has not imported, and all hash strings
-alike. So there are tests that start the real one: of complete imports, of warnings, of what users see.
+A child differs from a real start: it is the server's child, has modules that it has not imported, and all children hash
+strings alike. So tests of complete imports, of warnings and of what users see start the real interpreter.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ PRELOADED = (
     "sklearn.datasets",
     "kit.ranks",  # and pytest
 )
-# Variables that modules, or the interpreter itself, have read when they were imported.
+# Variables that modules, or the interpreter itself, read when they start.
 READ_AT_IMPORT = ("LANG", "LC_", "LD_PRELOAD", "MKL_", "MPL", "PYTHON", "TORCHDYNAMO_", "TORCH_LOGS", "TQDM_")
 _UNDERSTOOD = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 _PR_SET_PDEATHSIG = 1
-_FIRST = 512  # of the descriptors that a child has only while it is made; more than it is given
+_FIRST = 512  # first of a child's temporary descriptors, above all that it is given
 
 
 # --- in the tests -----------------------------------------------------------------------------------------------------
 
 
 class Server:
-    """It lives until :meth:`close`, or until the tests end in another way; its children die with it.
+    """Starts the fork server. It lives until :meth:`close`, or until the tests end; its children die with it.
 
     Attributes:
-        running: That of the session.
-        folder: Of the wrappers, to be put on a PATH.
+        running: The server of the session.
+        folder: The folder of the wrappers, to be put on a PATH.
     """
 
     running: Server
@@ -92,7 +92,7 @@ class Server:
         self.pid = self._process.pid
 
     def fork(self, words: list[str], folder: Path, environ: dict[str, str], streams: list[int], whole: bool) -> Process:
-        """Start ``python WORDS`` with these for standard input, output and error; see :func:`_run` for ``whole``."""
+        """Start ``python WORDS``. ``streams``: standard input, output and error; ``whole``: see :func:`_run`."""
         descriptors, ignored = dict(enumerate(streams)), [int(signal.SIGPIPE)]
         connection, pid = wrapper.ask(self._socket, words, str(folder), environ, descriptors, ignored, whole)
         assert pid is not None, self.cold_starts()
@@ -106,7 +106,7 @@ class Server:
         return process
 
     def cold_starts(self) -> list[str]:
-        """Why commands were left to the real interpreter since the last call; ddprun's own, with -I, need no torch."""
+        """Return why commands went to the real interpreter since the last call, except ddprun's own, which use -I."""
         path = self.folder / "cold-starts"
         lines = path.read_text().splitlines()[self._cold_starts :] if path.exists() else []
         self._cold_starts += len(lines)
@@ -119,13 +119,13 @@ class Server:
 
 
 class Process:
-    """One that was started: ``ends`` is a descriptor that becomes readable when it has ended."""
+    """A started process; the descriptor ``ends`` becomes readable when it has ended."""
 
     def __init__(self, pid: int, wait: Callable[[], int]) -> None:
         self.pid, self.ends, self._wait = pid, os.pidfd_open(pid), wait
 
     def wait(self) -> int:
-        """The exit code."""
+        """Wait for the end; return the exit code. Call it once."""
         os.close(self.ends)
         return self._wait()
 
@@ -142,7 +142,7 @@ def main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection in a child would write to what they share
+    gc.freeze()  # otherwise a collection in a child would write to shared memory pages
     with socket.socket(fileno=0) as listener:
         connection = _serve(listener)
         listener.detach()
@@ -154,12 +154,12 @@ def _die_with_parent() -> None:
 
 
 def _serve(listener: socket.socket) -> int:
-    """Fork a child for each that connects, and tell how it has ended. Returns in a child, with its connection."""
-    children: dict[int, tuple[int, int, int]] = {}  # process, its descriptor, and connection; by each of these two
+    """Fork a child for each connection, and report its end there. Return in a child, with its connection."""
+    children: dict[int, tuple[int, int, int]] = {}  # process id, its descriptor, its connection; by each of these two
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     while True:
-        descriptor, _ = poll.poll()[0]  # one at a time: a number that is closed is given again
+        descriptor, _ = poll.poll()[0]  # one at a time: a closed descriptor's number is used again
         if descriptor == listener.fileno():
             connection, _ = listener.accept()
             pid = os.fork()
@@ -168,11 +168,11 @@ def _serve(listener: socket.socket) -> int:
             child = (pid, os.pidfd_open(pid), connection.detach())
             children |= dict.fromkeys(child[1:], child)
             poll.register(child[1], select.POLLIN)
-            poll.register(child[2], 0)  # when it is closed; the child reads what comes
+            poll.register(child[2], 0)  # only its closing: the child reads the data
         else:
             pid, process, talk = children[descriptor]
-            if descriptor == talk:  # nobody waits for it any more
-                with suppress(ProcessLookupError):  # it ends by itself, if it has not come to make its group
+            if descriptor == talk:  # nobody waits for the child any more
+                with suppress(ProcessLookupError):  # a child without its group yet ends by itself
                     os.killpg(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
             with suppress(OSError):  # the other side is gone
@@ -187,21 +187,21 @@ def _serve(listener: socket.socket) -> int:
 
 
 class CannotImitate(Exception):
-    """The real interpreter must do it."""
+    """The real interpreter must run the command."""
 
 
 class Fresh:
-    """What a process has when Python has started, and what it is given in place of that."""
+    """Notes the state of a fresh Python process, and gives a child that state with its caller's environment."""
 
     def __init__(self, folder: Path) -> None:
-        """Before anything else is imported."""
+        """Note the state. Call it before importing anything else."""
         self._folder = folder
         self._environ = dict(os.environ)
         self._path = [entry for entry in sys.path[1:] if entry not in _search_path(self._environ)]
         self._filters = list(warnings.filters)
 
     def become(self, connection: int) -> tuple[Program, bool]:
-        """What the other side has asked for, and whether its end is to be whole."""
+        """Become the requested process; return its program, and whether it must end as a whole, see :func:`_run`."""
         _die_with_parent()
         os.setpgid(0, 0)
         talk = socket.socket(fileno=connection)
@@ -220,7 +220,7 @@ class Fresh:
                 file.write(f"{error}: python {' '.join(words)!r:.100}\n")
             os._exit(0)
         talk, *received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST) for each in (talk.detach(), *received)]
-        os.closerange(0, _FIRST)  # the server's, and where the others are to go
+        os.closerange(0, _FIRST)  # close the server's descriptors; make room for the received ones
         for descriptor, number in zip(received, numbers, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
@@ -236,7 +236,7 @@ class Fresh:
         return program, is_whole
 
     def _check(self, flags: set[str], rest: list[str], environ: dict[str, str]) -> list[str]:
-        """The path on which modules are found first."""
+        """Return the folders that come first on the module search path; raise if a child cannot imitate this."""
         for name in {*environ, *self._environ} - _UNDERSTOOD:
             if name.startswith(READ_AT_IMPORT) and environ.get(name) != self._environ.get(name):
                 raise CannotImitate(f"the variable {name}")
@@ -261,7 +261,7 @@ class Fresh:
         sys.dont_write_bytecode = no_bytecode or bool(environ.get("PYTHONDONTWRITEBYTECODE"))
         importlib.invalidate_caches()
         tempfile.tempdir = None
-        if filters:  # behind those that modules have added in front when they were imported
+        if filters:  # put them behind those that modules added when they were imported
             added = warnings.filters[: len(warnings.filters) - len(self._filters)]
             sys.warnoptions[:] = filters
             warnings.filters[:] = self._filters  # type: ignore[index]
@@ -281,10 +281,10 @@ class Fresh:
 
 
 def parse(words: list[str]) -> tuple[set[str], list[str], list[str]]:
-    """Flags, filters of warnings, and what is to run: ``-c``, ``-m`` or a script, with what follows.
+    """Return the flags, the warning filters, and the program: ``-c``, ``-m`` or a script, with all words after it.
 
     Raises:
-        CannotImitate: It has another option, or none of these.
+        CannotImitate: There is another option, or no program.
     """
     flags: set[str] = set()
     filters: list[str] = []
@@ -293,7 +293,7 @@ def parse(words: list[str]) -> tuple[set[str], list[str], list[str]]:
         option = rest.pop(0)
         if option == "-W" and rest:
             filters.append(rest.pop(0))
-        elif len(option) > 1 and set(option[1:]) <= set("PBu"):  # spawned processes have -B where their parent has
+        elif len(option) > 1 and set(option[1:]) <= set("PBu"):  # spawned processes have -B if their parent has
             flags |= set(option[1:])
         else:
             raise CannotImitate(f"the option {option}")
@@ -307,7 +307,7 @@ def _search_path(environ: dict[str, str]) -> list[str]:
 
 
 def _refuse_to_hide(folder: str) -> None:
-    """A module there would be found before one of the same name that has been imported already."""
+    """Raise if a module in ``folder`` would be found before an imported one of the same name."""
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         stem = name.removesuffix(".py")
         path = os.path.join(folder, name if stem != name else f"{name}/__init__.py")
@@ -317,7 +317,7 @@ def _refuse_to_hide(folder: str) -> None:
 
 
 def _open_streams(unbuffered: bool) -> None:
-    """As Python does when it starts. What was imported already may go on with those before."""
+    """Open the standard streams as Python does when it starts. Imported modules may still use the old ones."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         was, writes = getattr(sys, name), descriptor > 0
         binary: Any = open(descriptor, "wb" if writes else "rb", 0 if unbuffered and writes else -1, closefd=False)
@@ -328,12 +328,12 @@ def _open_streams(unbuffered: bool) -> None:
 
 
 def _program(words: list[str]) -> Program:
-    """In a ``__main__`` of its own."""
+    """Return the program as a function, which runs in a new ``__main__``."""
     first, *arguments = words
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
         sys.argv[:] = arguments
-        sys.modules.pop(arguments[0], None)  # it runs as if nobody had imported it
+        sys.modules.pop(arguments[0], None)  # the module runs as if nobody had imported it
         return lambda: runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
     sys.argv[:] = words
     if first == "-c":
@@ -345,7 +345,7 @@ def _program(words: list[str]) -> Program:
 
 
 def _run(program: Program, is_whole: bool) -> None:
-    """As the interpreter does, up to its exit handlers: to take all apart would cost 0.3 to 4 s."""
+    """Run the program as the interpreter does, up to its exit handlers. If ``is_whole``, finalize: 0.3 to 4 s more."""
     code: Any = None
     try:
         program()
@@ -358,18 +358,18 @@ def _run(program: Program, is_whole: bool) -> None:
         sys.last_value = error.with_traceback(trace)
         sys.excepthook(type(error), error, trace)
         code = error if isinstance(error, KeyboardInterrupt) else 1
-    if is_whole or "PMI_FD" in os.environ:  # MPICH takes its leave of mpiexec in an exit handler of C
+    if is_whole or "PMI_FD" in os.environ:  # MPICH reports to mpiexec in an exit handler of C
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and sys.modules["mpi4py"].rc.finalize is not False:
-        mpi.Finalize()  # Lightning has asked MPI whether it started the job; what that left in /dev/shm goes
+        mpi.Finalize()  # removes files in /dev/shm: Lightning has asked MPI whether it started the job
     if isinstance(code, str):
         print(code, file=sys.stderr)
     files = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for each in (sys.stdout, sys.stderr, *(found for found in gc.get_objects() if type(found) in files)):
-        with suppress(Exception):  # closed, or nobody reads it
+        with suppress(Exception):  # the file is closed, or its reader is gone
             each.flush()
     if isinstance(code, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)

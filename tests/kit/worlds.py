@@ -1,4 +1,4 @@
-"""Bodies on fresh ranks of a kind (:mod:`kit.ranks`) that have joined, for tests of GPUs."""
+"""Run functions on fresh ranks of a kind (:mod:`kit.ranks`) that have joined, for tests of GPUs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddp_callbacks import leave_process_group
 from kit.ranks import Nursery
 
 SIZES = {"one": 1, "gloo": 2, "nccl": 2, "cpu": 2}
-BODY = 240.0  # seconds, with the start
+BODY = 240.0  # seconds for a body, with the start of its ranks
 
 
 def run_on(kind: str, body: Callable[..., Any], *args: Any, deadline: float = BODY) -> list[Any]:
-    """Call ``body(*args)`` on every rank; what each returned, by rank, with its tensors on the CPU.
+    """Call ``body(*args)`` on every rank; return the results by rank, with their tensors on the CPU.
 
     Raises:
         AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.

@@ -1,6 +1,6 @@
-"""What ``python`` on the tests' PATH runs: a child of the fork server (:mod:`kit.warm`) takes its place.
+"""The program behind ``python`` on the tests' PATH: a child of the fork server (:mod:`kit.warm`) takes its place.
 
-It starts without ``site`` and imports little: 25 ms. Signals go on to the child, with whose end it ends.
+It starts without ``site`` and imports little: 25 ms. It passes signals on to the child, and ends as the child does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SI
 
 
 def main(server: str, *words: str) -> None:
-    """Be ``python WORDS``: warm if the server can do it, else the real interpreter."""
+    """Run ``python WORDS``: by a child of the server if that can imitate it, else by the real interpreter."""
     ignored = [number for number in range(1, NSIG) if getsignal(number) == SIG_IGN]
     pid = None
     if COLD not in os.environ:
@@ -42,7 +42,10 @@ def ask(
     ignored: list[int],
     is_whole: bool = False,
 ) -> tuple[socket.socket, int | None]:
-    """Ask for ``python WORDS`` with these descriptors, by their numbers there.
+    """Ask the server for ``python WORDS``.
+
+    Args:
+        descriptors: Descriptors to pass, by their numbers in the child.
 
     Returns:
         The connection, and the process id of the child, which waits for a word; ``None`` if it cannot imitate that.
@@ -55,24 +58,24 @@ def ask(
 
 
 def place() -> list[object]:
-    """A child is in the server's namespaces, and the same user."""
+    """Return this process's user and namespaces, which a child shares with the server."""
     return [os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid", "uts"))]
 
 
 def answer(connection: socket.socket) -> dict[str, int]:
-    """What the child or the server says; nothing, if the server is gone, and all its children with it."""
+    """Wait for a message of the child or the server; empty if the server is gone, and all its children with it."""
     said = connection.recv(LARGEST)
     return marshal.loads(said) if said else {}  # type: ignore[no-any-return]
 
 
 def _inherited() -> dict[int, int]:
-    """What this interpreter has opened itself is not inheritable."""
+    """Return the descriptors that this process has inherited; those that it opened itself are not inheritable."""
     numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
     return {number: number for number in numbers if os.get_inheritable(number)}
 
 
 def _end(status: int) -> None:
-    """As the child has."""
+    """End this process as the child has ended."""
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != SIGKILL:
             signal(os.WTERMSIG(status), SIG_DFL)

@@ -1,9 +1,9 @@
-"""Runs when the interpreter of a rank starts: an exception that ends the rank is written down for the launcher.
+"""Runs when the interpreter of a rank starts, so that an exception that ends the rank is recorded for the launcher.
 
-It goes to the file that TORCHELASTIC_ERROR_FILE names, in a line of its own: torch's ``@record`` writes there, too. The
-stacks of all threads go to the launcher, too, when it asks for them by a signal. With ``--auto`` the imports are
-watched, see :mod:`ddp_callbacks.auto`. The folder of this file comes first in PYTHONPATH; it is taken out at once, and
-the user's own ``sitecustomize`` follows.
+The record goes to the file that TORCHELASTIC_ERROR_FILE names, in a line of its own: torch's ``@record`` writes there,
+too. When the launcher asks by a signal, the stacks of all threads go to it, too. With ``--auto`` this watches the
+imports, see :mod:`ddp_callbacks.auto`. The folder of this file comes first in PYTHONPATH; this removes it at once, and
+runs the user's own ``sitecustomize``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST = 2000  # characters of a message; a pipe holds 64 KiB
 
 
 def _leave_no_trace() -> None:
-    """For the program and what it starts, this folder is not there."""
+    """Remove this folder from the paths of the program and its children, and import the user's ``sitecustomize``."""
     sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != _FOLDER]
     os.environ["PYTHONPATH"] = os.pathsep.join(rest)
@@ -46,16 +46,16 @@ def _write_failures(path: str) -> None:
         if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
             return
         written.append(exception)
-        began = time.monotonic()  # before anything is imported: the rank that came first is the cause
+        began = time.monotonic()  # before imports, which take time: the rank that failed first is the cause
         with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
-            file.write(_record(exception, began))  # unless the node's program is gone
+            file.write(_record(exception, began))  # fails if the node's program is gone
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         write(exception)
         previous(kind, exception, trace)
 
     previous, sys.excepthook = sys.excepthook, report
-    atexit.register(lambda: write(getattr(sys, "last_value", None)))  # where a program has put its own hook in place
+    atexit.register(lambda: write(getattr(sys, "last_value", None)))  # if the program has replaced the hook
 
 
 def _record(exception: BaseException, began: float) -> str:
@@ -65,10 +65,10 @@ def _record(exception: BaseException, began: float) -> str:
     chain = [exception]
     while (before := _before(chain[0])) is not None and before not in chain:
         chain.insert(0, before)
-    peer = next((each for each in chain if type(each).__name__ == "PeerError"), None)  # it only speaks of other ranks
+    peer = next((each for each in chain if type(each).__name__ == "PeerError"), None)  # it only reports on other ranks
     told = [*chain[:-1][:1], *chain[-1:]] if peer is None else [peer]
     ends = [traceback.format_exception_only(each) for each in told]
-    # Of a SyntaxError, the code comes first.
+    # The text of a SyntaxError begins with the code.
     lines = [next(text for text in end if text[0] != " ").rstrip("\n")[:_LONGEST] for end in ends]
     record = {"exceptions": lines, "time": began, "blames": getattr(peer, "ranks", None)}
     return "\n" + json.dumps(record, ensure_ascii=False)
@@ -81,13 +81,13 @@ def _before(exception: BaseException) -> BaseException | None:
 
 
 def _write_stacks(path: str) -> None:
-    """On SIGQUIT the stacks of all threads go to ``path``, even while this process hangs in a library's call."""
+    """On SIGQUIT, write the stacks of all threads to ``path``, even while this process hangs in a library's call."""
     with suppress(OSError):  # the node's program is gone, or this process belongs to another user
         faulthandler.register(signal.SIGQUIT, os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def _train_on_all() -> None:
-    """Where the package is not installed, the launcher's is taken."""
+    """Watch the imports, for ``--auto``. If the package is not installed here, take the launcher's."""
     sys.path.append(root := os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
     import_module("ddp_callbacks.auto").watch_imports()
     sys.path.remove(root)

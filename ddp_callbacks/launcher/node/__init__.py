@@ -4,24 +4,24 @@ The launcher sends it to the node (see :mod:`ddp_callbacks.launcher.remote`), wh
 So it imports only the standard library and its own parts. Linux::
 
     program     starts the ranks, and passes on what comes from the launcher and from them
-    ending      how the ranks are asked to stop, and ended
-    answers     what the launcher asks before anything is started
+    ending      asks the ranks to stop, and ends them
+    answers     answers the launcher's questions before the ranks start
     link        the connection to the launcher
-    binding     which cores each rank gets
-    processes   what the kernel knows of processes
+    binding     chooses the cores of each rank
+    processes   starts processes, and reads their state from the kernel
 
-Messages are lines of JSON, ``{"do": NAME, ...}``, with any bytes in its texts (os.fsencode). On standard input, each
-calls the method ``do_NAME``, or the function of that name in ``answers``. Standard output begins with
-:data:`link.GREETING`, then takes:
+Messages are lines of JSON, ``{"do": NAME, ...}``, whose texts may hold any bytes (os.fsencode). A message on standard
+input calls the method ``do_NAME``, or the function of that name in ``answers``. Standard output begins with
+:data:`link.GREETING`; then these messages follow:
 
 ===========  =============================================================================================
 ``answer``   the answer to a message; ``problem`` if it could not be done
-``wrote``    by a rank to a stream: ``o`` (standard output), ``e`` (standard error), ``s`` (the stacks of its
-             threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
+``wrote``    output of a rank on a stream: ``o`` (standard output), ``e`` (standard error), ``s`` (the stacks of
+             its threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
              :mod:`ddp_callbacks.launcher.hook`)
-``started``  the ranks of this node
-``ended``    a rank, after all that it wrote
-``asked``    a signal came here that asks the job to stop
+``started``  the ranks of this node have started
+``ended``    a rank has ended; all its output came before
+``asked``    a signal to this program asks the job to stop
 ``problem``  the job cannot continue
 ``beat``     the answer to ``beat``
 ``taken``    rank 0 has taken its standard input so far
@@ -31,6 +31,5 @@ calls the method ``do_NAME``, or the function of that name in ``answers``. Stand
 Standard input is also the lifeline. If it ends for any reason (the launcher has ended or was killed, the connection
 broke), or is silent for too long, every process of the job gets SIGTERM and a little later SIGKILL.
 
-A job that is asked to stop is another matter: only the ranks get the signal, and everything gets SIGKILL once their
-time is over.
+If the job is asked to stop, only the ranks get the signal, and every process gets SIGKILL once their time is over.
 """

@@ -1,4 +1,4 @@
-"""What the launcher asks of a node before anything is started; each public function answers a message of its name."""
+"""Answers to the launcher before the ranks start. Each function in ``ANSWERS`` answers the message of its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Refusal(Exception):
 
 
 def describe() -> dict[str, Any]:
-    """This node; ``address`` is the one that ssh reached."""
+    """Describe this node: its ``machine``, and the ``address`` that ssh reached (``None`` without ssh)."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     with open("/proc/sys/kernel/random/boot_id") as file:
         machine = [file.read().strip(), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
@@ -23,7 +23,7 @@ def describe() -> dict[str, Any]:
 
 
 def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
-    """Change to the working directory, set variables for all that is started here, and check that a file exists."""
+    """Change to the working directory, set variables for all later processes, and check that the script exists."""
     os.environ.update(environ)
     try:
         os.chdir(cwd)
@@ -35,7 +35,7 @@ def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, An
 
 
 def output(argv: list[str], seconds: float) -> dict[str, Any]:
-    """The output of a short command."""
+    """Run a short command; return its exit code and output."""
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -44,7 +44,7 @@ def output(argv: list[str], seconds: float) -> dict[str, Any]:
 
 
 def reach(addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
-    """Connect to ports that other nodes hold; of each, this node's address on the way, or why it cannot be reached."""
+    """Connect to ports that other nodes hold; return for each this node's own address, or why it cannot be reached."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
         return {"found": list(pool.map(partial(_reach, seconds), addresses))}
 
@@ -62,7 +62,7 @@ ANSWERS = {function.__name__: function for function in (enter, output, reach)}
 
 
 def hold_port(address: str, port: int) -> socket.socket:
-    """Listen there; 0 finds a free port."""
+    """Listen at an address; port 0 finds a free one."""
     family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(where, family=family, backlog=4096)

@@ -1,4 +1,4 @@
-"""Which cores each rank of a node gets."""
+"""Choose the cores of each rank of a node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NUMA = "/sys/devices/system/node"
 
 
 def cores_of_ranks(kind: str, ranks: int, root: str = _NUMA) -> list[set[int]]:
-    """The cores of each rank: all, an equal part of them, or those of a NUMA node.
+    """Return the cores of each rank: all, an equal part of them, or those of a NUMA node.
 
-    Memory comes from the NUMA node of the core that writes it first. Where there are more ranks than cores, ranks share
-    them; with fewer NUMA nodes than ranks, those of a node share it equally.
+    Memory comes from the NUMA node of the core that writes it first. If there are more ranks than cores, ranks share
+    cores. If there are more ranks than NUMA nodes, each gets an equal part of all cores, in the order of the nodes.
     """
     allowed = os.sched_getaffinity(0)
     if kind == "none":
@@ -31,7 +31,7 @@ def cores_of_ranks(kind: str, ranks: int, root: str = _NUMA) -> list[set[int]]:
 
 
 def _core(thread: int) -> int:
-    """The first hardware thread of the same core."""
+    """Return the first hardware thread of the same core; ``thread`` itself if unknown."""
     with suppress(OSError):
         return min(_cores_in(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
     return thread
@@ -42,7 +42,7 @@ def _numa_nodes(root: str) -> list[set[int]]:
 
 
 def _cores_in(path: str) -> set[int]:
-    """Of a file with a list such as ``0-3,8``."""
+    """Read the core numbers from a file with a list such as ``0-3,8``."""
     with open(path) as file:
         ranges = [part.partition("-") for part in file.read().strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

@@ -1,4 +1,4 @@
-"""How the ranks on a node are asked to stop, and how everything that they have started is ended."""
+"""Ask the ranks on a node to stop, and end them and everything that they have started."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from functools import partial
 from ddp_callbacks.launcher.node.processes import descendants, handled_by
 
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
-STACKS = signal.SIGQUIT  # which makes a rank write the stacks of its threads, as it does a Java program
+STACKS = signal.SIGQUIT  # makes a rank write the stacks of its threads, as in a Java program
 _WRITING = 0.2  # seconds to write them
 
 
 class Ending:
-    """Asks and ends the ranks.
+    """Asks the ranks to stop, and ends them.
 
-    Before a rank gets a signal that may end it, it writes the stacks of its threads: where it was is the first
-    question about a job that hangs.
+    Before a rank gets a signal that may end it, it writes the stacks of its threads, which show where a hung job was.
 
     Args:
-        ranks: The process ids of the ranks that run; this object only looks at them.
+        ranks: A live view of the process ids of the running ranks; this object only reads it.
 
     Attributes:
-        grace: Seconds from a request to stop to SIGKILL; ``None``: as for any other end.
-        spared: Processes that are no part of the job.
+        grace: Seconds from a request to stop to SIGKILL; ``None``: :data:`GRACE`.
+        spared: Ids of child processes that are not part of the job.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:
@@ -39,12 +38,12 @@ class Ending:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the ranks that have ended; others will be started."""
-        self._kill_at = math.inf  # is finite once the ranks must end
-        self._terminated = self._looked = False  # whether all got SIGTERM; whether the stacks were asked for again
-        self._steps: list[tuple[float, Callable[[], None]]] = []  # what is to be done once the stacks are written
-        self._request = signal.SIGTERM  # what the ranks get that are asked to stop
-        self._is_patient = False  # whether to wait until a rank handles it
+        """Forget the ended ranks, so that others can be started."""
+        self._kill_at = math.inf  # when to send SIGKILL; infinite until the ranks must end
+        self._terminated = self._looked = False  # whether all got SIGTERM; whether stacks were written before SIGKILL
+        self._steps: list[tuple[float, Callable[[], None]]] = []  # actions for when the stacks are written
+        self._request = signal.SIGTERM  # the signal that asks a rank to stop
+        self._is_patient = False  # whether to wait until a rank handles this signal
         self._to_ask: set[int] = set()
         self._asked: set[int] = set()
 
@@ -55,21 +54,21 @@ class Ending:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there may soon be something to do."""
+        """Whether :meth:`look` may soon have something to do."""
         return self.has_begun or bool(self._to_ask)
 
     def is_quiet(self) -> bool:
-        """Whether nothing of the job runs here."""
+        """Whether no process of the job runs here that this one can end."""
         return not self._ranks and not descendants() - self._foreign - self.spared
 
     def ask(self, number: signal.Signals, patient: bool = True) -> None:
-        """Ask the ranks to stop; with ``patient``, each once it handles the signal, which then does not end it."""
+        """Ask the ranks to stop. If ``patient``, wait until a rank handles the signal, which would otherwise end it."""
         self._request, self._is_patient = number, patient
         self._to_ask |= set(self._ranks) - self._asked
         self._ask_ranks()
 
     def stop(self, number: signal.Signals) -> None:
-        """Ask the ranks to stop, and kill them when their time is over."""
+        """Ask the ranks to stop, and kill every process of the job when their time is over."""
         if self.grace is None:
             self._kill_within(GRACE)
             self._after_stacks(partial(self.ask, number, patient=False))
@@ -78,7 +77,7 @@ class Ending:
             self.ask(number)
 
     def stop_again(self) -> None:
-        """Repeat the request for ranks that were asked to stop before they were there."""
+        """Repeat a request to stop that came before the ranks had started."""
         if self.has_begun:
             self.stop(self._request)
 
@@ -90,7 +89,7 @@ class Ending:
             self._after_stacks(partial(self._signal, signal.SIGTERM))
 
     def look(self) -> None:
-        """Do what is due."""
+        """Take all actions that are due, such as SIGKILL. Call it often while :attr:`is_busy`."""
         now = time.monotonic()
         due, self._steps = ([step for step in self._steps if (step[0] <= now) == is_due] for is_due in (True, False))
         for _, do in due:
@@ -103,7 +102,7 @@ class Ending:
             self._ask_ranks()
 
     def write_stacks(self) -> bool:
-        """Let the ranks write the stacks of their threads; return whether one does."""
+        """Ask the ranks to write the stacks of their threads; return whether any rank can."""
         able = [pid for pid in self._ranks if STACKS in (handled_by(pid) or ())]
         for pid in able:
             with suppress(OSError):
@@ -115,7 +114,7 @@ class Ending:
         self._steps.append((time.monotonic() + delay, do))
 
     def _ask_ranks(self) -> None:
-        """Signal the ranks that handle it by now. A program that starts would only be ended by it."""
+        """Signal the ranks; if patient, only those that handle it by now: it would end a program that is starting."""
         for pid in list(self._to_ask):
             handled = handled_by(pid)
             found = [number for number in (self._request, signal.SIGTERM) if number in (handled or ())]

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 GREETING = b"\0ddprun\0"  # the end of the first line; a login shell may print something before it
-MOST = 1 << 16  # bytes of a pipe, as many as it holds
-_ENOUGH = 1 << 20  # bytes waiting for the launcher; beyond that, the job's writes wait
+MOST = 1 << 16  # bytes to read or write at once, as many as a pipe holds
+_ENOUGH = 1 << 20  # bytes that wait for the launcher; beyond that, the job's writes wait
 
 
 def encode(do: str, **values: Any) -> bytes:
-    """A message, as :mod:`ddp_callbacks.launcher.node` describes it."""
+    """Encode a message as :mod:`ddp_callbacks.launcher.node` describes it."""
     return os.fsencode(json.dumps({"do": do, **values}, ensure_ascii=False)) + b"\n"
 
 
 class Link:
-    """Neither reading nor writing blocks.
+    """The connection to the launcher. Neither reading nor writing blocks.
 
     Attributes:
         is_open: Whether the launcher is still there.
-        silence: Seconds without a message after which it counts as gone.
+        silence: Seconds without a message after which the launcher counts as gone.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def has_more(self) -> bool:
-        """Whether something is to be written."""
+        """Whether data waits to be written."""
         return bool(self._outbox)
 
     @property
@@ -48,12 +48,12 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come for too long."""
+        """Whether the launcher has been silent for too long."""
         return self.is_open and time.monotonic() - self._heard > self.silence
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What has come; afterwards the link may be closed."""
-        # None if there is no data. Not os.read: some may have been read ahead with this program.
+        """Yield the messages that have arrived; at the end of standard input, close the link."""
+        # None if there is no data. os.read would miss data that was read ahead with this program.
         data: bytes | None = sys.stdin.buffer.read(MOST)
         if data == b"":
             self.close()
@@ -63,7 +63,7 @@ class Link:
             yield from (json.loads(os.fsdecode(line)) for line in lines)
 
     def tell(self, do: str, **values: Any) -> None:
-        """Send a message; without effect once the launcher is gone."""
+        """Queue a message for :meth:`write`; no effect once the launcher is gone."""
         if self.is_open:
             self._outbox += encode(do, **values)
 

@@ -1,4 +1,4 @@
-"""Start processes, and find out what the kernel knows of them.
+"""Start processes, and read their state from the kernel.
 
 A process group is not enough to end a job: a rank's children may start sessions of their own. This process is a
 subreaper (prctl(2)), so everything that the ranks start stays its descendant, however often it forks. The ranks are
@@ -30,9 +30,9 @@ def start(
     """Start a process in a session of its own; it dies with this one.
 
     Args:
-        cores: On which it runs; ``None`` for all.
-        ignored: Signals that it ignores.
-        options: Of :class:`subprocess.Popen`.
+        cores: The cores that the process may use; ``None`` for all.
+        ignored: Signals that the process ignores.
+        options: Options for :class:`subprocess.Popen`.
     """
     prepare = partial(_prepare, os.getpid(), ignored, cores)
     return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare, **options)
@@ -49,7 +49,7 @@ def _prepare(parent: int, ignored: Sequence[int], cores: set[int] | None) -> Non
 
 
 def descendants() -> set[int]:
-    """The process ids of all running descendants of this process."""
+    """Return the process ids of all running descendants of this process."""
     children = _children()
     found = list(children.get(os.getpid(), []))
     for pid in found:
@@ -58,7 +58,7 @@ def descendants() -> set[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """The running processes of each parent, by process id."""
+    """Return the ids of the running children of each process, by its id."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -73,7 +73,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def handled_by(pid: int) -> set[int] | None:
-    """The signals for which a process has a handler; ``None`` if it has ended."""
+    """Return the signals for which a process has a handler; ``None`` if it has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             (mask,) = (int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))

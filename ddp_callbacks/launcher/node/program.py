@@ -20,29 +20,29 @@ from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import adopt_orphans, start
 
-_GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after a silence, which has already taken time
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
+_GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks the job to stop
 _LOOK = 0.25  # seconds between two checks whether the launcher is silent
-_NAMES = {number.value: number.name for number in signal.Signals}  # not those of real time
-_TICK = 0.02  # the same while the job ends, for running processes, or is asked to
+_NAMES = {number.value: number.name for number in signal.Signals}  # without most real-time signals
+_TICK = 0.02  # seconds between two checks of the processes while the job ends or is asked to stop
 
 
 def main() -> None:
-    """Serve the launcher until it has ended the job, or has gone itself."""
+    """Serve the launcher until it has ended the job, or is gone."""
     adopt_orphans()
     # A descriptor that receives the number of each signal, also when a child ends. (Older clusters' kernels lack
     # pidfd_open(2).)
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *_REQUESTS):
-        # Their sender ends the lifeline, or the launcher decides. Unlike SIG_IGN, the job does not inherit a handler.
+        # The sender also ends the lifeline, or the launcher decides. The job would inherit SIG_IGN, but no handler.
         signal.signal(number, lambda *_: None)
     Node(read).serve()
 
 
 @dataclass
 class Rank:
-    """A rank that runs here, and our ends of the pipes for the record of its failure and for its threads' stacks."""
+    """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
 
     number: int
     process: Popen[bytes]
@@ -50,10 +50,10 @@ class Rank:
 
 
 class Node:
-    """The ranks of a node, and what passes between them and the launcher.
+    """Runs the ranks of a node, and passes data between them and the launcher.
 
     Args:
-        signals: A descriptor from which the numbers of signals are read.
+        signals: A descriptor from which to read the numbers of received signals.
     """
 
     def __init__(self, signals: int) -> None:
@@ -65,9 +65,9 @@ class Node:
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
         self._input: int | None = None  # rank 0's standard input
-        self._unread: bytes | None = b""  # what is to go there; None: nothing more
+        self._unread: bytes | None = b""  # data for it; None: no more will come
         self._leaves = False  # whether this program ends with the ranks
-        self._halts = False  # whether others are started next
+        self._halts = False  # whether the launcher will start other ranks next
 
     def serve(self) -> None:
         self._hear()  # data that was read ahead with this program
@@ -88,7 +88,7 @@ class Node:
     # --- messages of the launcher -------------------------------------------------------------------------------------
 
     def do_hello(self, silence: float, grace: float | None) -> dict[str, Any]:
-        """Describe this node. From now on, ``silence`` seconds end the job."""
+        """Describe this node. From now on, the job ends if the launcher is silent for ``silence`` seconds."""
         self._link.silence, self._ending.grace = silence, grace
         return describe()
 
@@ -109,8 +109,8 @@ class Node:
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
-        ``defaults`` are variables that are set only where this node has not set them; of PYTHONPATH the value is put in
-        front of this node's.
+        ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
+        before this node's own.
         """
         found = {**defaults, **os.environ, **environ}
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
@@ -129,19 +129,19 @@ class Node:
         self._ending.stop_again()
 
     def do_input(self, data: str) -> None:
-        """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
+        """Pass ``data`` to rank 0's standard input once the rank has room; empty ``data`` closes it."""
         self._unread = os.fsencode(data) or None
         if self._unread is None:
             self._close_input()
 
     def do_ended(self, rank: int) -> None:
-        """Write into the store, which is here, that a rank has exited with code 0; others may wait for it to join."""
+        """Record in the store on this node that a rank has exited with code 0; others may wait for it to join."""
         if self._store is not None and self._store.stdin is not None:
             with suppress(BrokenPipeError):
                 os.write(self._store.stdin.fileno(), b"%d\n" % rank)
 
     def do_halt(self, seconds: float) -> None:
-        """End the ranks; the answer comes once they have ended, and others can be started."""
+        """End the ranks. The answer comes once they have ended, and others can be started."""
         self._halts = True
         self._ending.end(seconds)
 
@@ -150,11 +150,11 @@ class Node:
         self._link.tell("beat")
 
     def do_stacks(self) -> None:
-        """Let the ranks write the stacks of their threads."""
+        """Ask the ranks to write the stacks of their threads."""
         self._ending.write_stacks()
 
     def do_ask(self, number: int) -> None:
-        """Ask the ranks to stop, those that handle the signal; the launcher may start them again."""
+        """Ask each rank to stop once it handles the signal; the launcher may start the ranks again."""
         self._ending.ask(signal.Signals(number))
 
     def do_stop(self, number: int) -> None:
@@ -192,7 +192,7 @@ class Node:
             os.set_blocking(self._input, False)
 
     def _reap(self) -> None:
-        """Collect ended children, including orphans of the job; report ranks after what they have written."""
+        """Collect ended children, including orphans of the job; report the end of a rank after its output."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -232,7 +232,7 @@ class Node:
             self._listener = None
 
     def _get_ready(self) -> None:
-        """Forget the ranks that have ended."""
+        """Forget the ended ranks, and tell the launcher that others can be started."""
         self._end_store()
         self._halts = False
         self._ending.reset()
@@ -242,7 +242,7 @@ class Node:
     # --- the event loop -----------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Wait for an event, and pass on what has come meanwhile."""
+        """Wait for events and handle them; end the job if the launcher is gone or silent."""
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
@@ -257,7 +257,7 @@ class Node:
             self._lose_launcher(GRACE)
 
     def _what_may_come(self) -> dict[int, Callable[[], Any]]:
-        """The handler of each descriptor."""
+        """Return the handler of each descriptor to wait for."""
         ready: dict[int, Callable[[], Any]] = {self._signals: self._hear_signals}
         if self._link.is_open:
             ready[0] = self._hear
@@ -270,7 +270,7 @@ class Node:
         return ready
 
     def _hear_signals(self) -> None:
-        """Tell the launcher of requests to stop; the children are checked in any case."""
+        """Tell the launcher about requests to stop. SIGCHLD needs nothing: the loop always checks the children."""
         came = os.read(self._signals, MOST)
         for number in _REQUESTS:
             if number in came:
@@ -298,7 +298,7 @@ class Node:
         assert self._input is not None and self._unread is not None
         try:
             self._unread = self._unread[os.write(self._input, self._unread) :]
-        except OSError:  # it has closed it
+        except OSError:  # the rank has closed it
             self._close_input()
             return
         if not self._unread:
