@@ -86,10 +86,10 @@ class FutureWork:
     """The work handle of a hook's future; see :class:`.protocol.Work`.
 
     Attributes:
-        future: Its value is the sum.
-        result: The flat tensor that receives it.
-        group: The ranks.
-        doing: The purpose.
+        future: The hook's future; its value is the averaged gradient.
+        result: The flat tensor that receives this value.
+        group: The ranks' process group.
+        doing: The purpose, for messages.
     """
 
     future: torch.futures.Future[torch.Tensor]
@@ -98,7 +98,7 @@ class FutureWork:
     doing: str
 
     def wait(self) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        """Block until ``result`` has the value. Raises :class:`PeerError` if a rank fails."""
         wait(Launched(self.future), self.doing, self.group)
         value, result = self.future.wait(), self.result  # the current stream waits, if it is on a GPU
         if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
