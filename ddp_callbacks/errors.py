@@ -81,7 +81,7 @@ class Preempted(SystemExit):
 
 
 class NonFiniteLossWarning(RuntimeWarning):
-    """The loss of a rank is NaN or infinite. Only the first such rank warns, once per run.""" 
+    """The loss of a rank is NaN or infinite. Only the first such rank warns, once per run."""
 
 
 def say(text: str, level: int = logging.INFO) -> None:
