@@ -120,7 +120,7 @@ def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to the target at the same position, in one call."""
+    """Copy each source to the target at the same list position, in one call."""
     torch._foreach_copy_(targets, sources)
 
 

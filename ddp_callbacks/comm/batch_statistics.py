@@ -92,7 +92,7 @@ class BatchStatistics:
     def _gather(self, input: torch.Tensor, size: int, name: str) -> torch.Tensor:
         """Return each rank's mean, variance and size: float64, ``[world_size, 2 * channels + 1]``; zeros for size 0.
 
-        This is an all-reduce in which each rank fills its own row: all backends have it for GPUs, but not all-gather.
+        This is an all-reduce in which each rank fills its own row: some backends have no all-gather for GPUs.
         """
         channels = input.shape[1]
         message = self._message(self._world_size * (2 * channels + 1), input.device).zero_()

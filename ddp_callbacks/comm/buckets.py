@@ -53,7 +53,7 @@ def assign_buckets(parameters: Sequence[torch.Tensor], bucket_cap_mb: float) -> 
 
 
 class Forecast:
-    """Predicts which buckets the next backward fills. It uses what all ranks have seen, so all predict the same.
+    """Predicts which buckets the next backward fills, from data that all ranks share, so all predict the same.
 
     A bucket is filled if one of its parameters is trainable. That may change between backwards: a generator and a
     discriminator take turns. The prediction repeats what followed when the last few backwards came in this order

@@ -32,7 +32,7 @@ def checksum_of(value: Any, checksum: int = 0) -> int:
     if isinstance(value, Mapping):
         value = [entry for item in value.items() for entry in item]
     if isinstance(value, set | frozenset):
-        value = sorted(map(checksum_of, value))  # the order of strings differs between processes
+        value = sorted(map(checksum_of, value))  # a set of strings has another order in each process
     if isinstance(value, list | tuple) and not all(type(entry) is int for entry in value):
         return functools.reduce(lambda found, entry: checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
     return zlib.crc32(ADDRESS.sub("", repr(value)).encode(), checksum)

@@ -62,7 +62,7 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Overwrite ``tensor`` with rank 0's, in place, and return it. A collective.
+    """Overwrite ``tensor`` with rank 0's tensor, in place, and return it. A collective.
 
     Args:
         tensor: Dense, with the same shape and dtype on every rank.

@@ -87,7 +87,7 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     return powerSGD_hook, state
 
 
-_POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what a run changes
+_POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # they change in a run
 
 
 def state_of_hook(state: Any) -> dict[str, Any]:

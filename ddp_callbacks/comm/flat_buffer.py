@@ -62,7 +62,7 @@ class BufferPool:
         self.parameters = list(parameters)
         self._tail = tail
         self._allocate = allocate
-        self._memories: list[FlatBuffer] = []  # the latest is the last
+        self._memories: list[FlatBuffer] = []  # the latest at the end
 
     def take(self, in_place: bool = False) -> FlatBuffer:
         """Return a buffer that nothing outside references.

@@ -70,7 +70,7 @@ class HierarchicalAllReduce:
         fewest = -(-tensor.numel() // (_MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT
         numel = CHUNK_NBYTES * self._memory.local_ranks.leaders // tensor.itemsize
         works = [self._launch(chunk, doing) for chunk in tensor.split(max(numel, fewest, 1))]
-        return works[-1]  # complete after the others
+        return works[-1]  # it completes after the other chunks
 
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
         work = self._memory.post(chunk, doing, HierarchicalWork)

@@ -56,15 +56,15 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The position of this bucket in the launch order, from 0."""
+        """Return the position of this bucket in the launch order, from 0."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of this backward."""
+        """Return whether this is the last bucket of this backward."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, flat."""
+        """Return all gradients of the bucket, flat."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -72,11 +72,11 @@ class GradBucket:
         self._buffer = buffer
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, in the order of their gradients in the buffer."""
+        """Return the parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views into the buffer, one per parameter, with its shape."""
+        """Return views into the buffer, one per parameter, with the parameter's shape."""
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 

@@ -164,7 +164,7 @@ class Hosts:
     def between(self) -> tuple[dist.ProcessGroup | None, Calls]:
         """The group of the leaders of this rank's shard, and the queue of the thread. A collective on first use."""
         group = alive(self._group)
-        shards = zip(*self.ranks, strict=False)  # as many as the smallest host has ranks
+        shards = zip(*self.ranks, strict=False)  # one shard for each rank of the smallest host
         own = next((ranks for ranks in shards if group.rank() in ranks), ())
         return new_subgroup(own, group), start_thread(group)
 

@@ -89,7 +89,7 @@ class Mailbox:
         self._paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
         self._outboxes = []
         for path in self._paths[: self._here] + self._paths[self._here + 1 :]:
-            # For reading too: writing to a process that has ended is no error.
+            # Open it for reading too: writing to the inbox of a process that has ended is then no error.
             self._outboxes.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
             opened.callback(os.close, self._outboxes[-1])
         self._poll = select.poll()

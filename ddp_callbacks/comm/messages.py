@@ -104,7 +104,7 @@ class HostMessenger:
             posts = self._mailbox.exchange(post, doing)
             messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
             if any(post[:1] == _LONG for post in posts):
-                self._mailbox.exchange(b"", doing)  # all have read it
+                self._mailbox.exchange(b"", doing)  # keep the file until all have read it
             return messages
 
 

@@ -115,7 +115,7 @@ class Connection:
 
     def end(self) -> None:
         """End the connection for both sides; messages already sent still arrive. Any thread may call it."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the connection has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def join_process_group(
     chosen = _choose_backend(backend, device)
     env = worker_env(rank, world_size, host, port, init_method)
     if env.world_size == 1:
-        if chosen == _MPI4PY:  # where its launcher is unknown, each process would train alone
+        if chosen == _MPI4PY:  # MPI checks the size: under an unknown launcher, each would train alone
             import_module("ddp_callbacks.mpi").start(0, 1)
         return env
     require_torch()

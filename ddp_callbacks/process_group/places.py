@@ -67,7 +67,7 @@ class Place:
             at_once: Whether its messages on the way are known to be lost, so that waiting for them is useless.
         """
         if leaver.run == self.run and self.turn and leaver.recent.get(self.doing, 0) >= self.turn:
-            return math.inf  # it has entered the exchange, and its messages are under way
+            return math.inf  # it has entered the exchange, and its messages are on the way
         if leaver.failed:
             return _FOLLOWED
         return 0.0 if self.turn or at_once else _SETTLED
@@ -88,7 +88,7 @@ class Exchanges:
     def enter(self, doing: str) -> None:
         """Count an exchange for ``doing``."""
         turns = self._turns
-        turns[doing] = turns.pop(doing, 0) + 1  # the latest is the last
+        turns[doing] = turns.pop(doing, 0) + 1  # the latest at the end
         if len(turns) > _KINDS:
             del turns[next(iter(turns))]
         self.last = doing

@@ -50,7 +50,7 @@ class Preemption:
         ConfigurationError: ``time_limit`` is not positive.
 
     Attributes:
-        process_group: As given.
+        process_group: The ``process_group`` that was passed.
         reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
             :meth:`is_requested` has returned ``True``; empty before.
     """

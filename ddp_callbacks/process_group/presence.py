@@ -184,7 +184,7 @@ class Presence:
             if self.aborted:
                 return
             self.failed = self.aborted = True  # before a blocked call returns
-            for group in reversed(known_groups()):  # in torch's order
+            for group in reversed(known_groups()):  # the latest first, as torch does
                 with contextlib.suppress(RuntimeError):
                     abort_accelerators(group)
 
@@ -295,7 +295,7 @@ def join(store: dist.Store, rank: int, size: int, part: str = "", patience: floa
     """
     global _current
     if _current is not None:
-        _current.leave()  # its group is gone
+        _current.leave()  # the old group is gone
     _current = Presence(store, rank, size, part, patience)
     return _current
 

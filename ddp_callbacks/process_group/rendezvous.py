@@ -93,7 +93,7 @@ def _other_hosts(own: str, environ: Mapping[str, str]) -> list[str]:
     try:
         return [name for name, _ in hosts_of_job(environ) if name != own]
     except ConfigurationError:
-        return []  # a list that only the first host can read
+        return []  # for example PBS's file of hosts, which only the first host can read
 
 
 def _unreachable(env: WorkerEnv, why: str) -> str:
@@ -125,7 +125,7 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     assert env.host is not None and env.port is not None
-    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
     if env.rank == 0 and not is_hosted:
         return _listen(env.host, env.port, timeout)
     return dist.TCPStore(env.host, env.port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -50,7 +50,7 @@ class Server(threading.Thread):
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[int, Connection] = {}
-        self._strangers: dict[Connection, float] = {}  # and the time by which they must say who they are
+        self._strangers: dict[Connection, float] = {}  # when each must have said who it is
         self._tick_at = 0.0
         self._is_closing = threading.Event()
         self.start()

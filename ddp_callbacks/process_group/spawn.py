@@ -92,7 +92,7 @@ def _passing_signals_on(pids: Sequence[int]) -> Iterator[list[int]]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    # A program that handles or ignores one itself keeps its handler.
+    # A program that handles or ignores a signal itself keeps its handler.
     is_main = threading.current_thread() is threading.main_thread()
     mine = [number for number in SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in mine:
