@@ -75,7 +75,7 @@ class Owner(Protocol):
         """Handle a message. Called for each one."""
 
     def tick(self) -> bool:
-        """Return whether to go on. Called at least each :data:`TICK` seconds."""
+        """Return whether to go on. Called about every :data:`TICK` seconds, or more often."""
 
 
 class Client(threading.Thread):

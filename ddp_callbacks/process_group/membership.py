@@ -111,7 +111,7 @@ def join_process_group(
 def leave_process_group() -> None:
     """Leave the default group, if there is one, and tell the ranks that still wait for this one. Safe to call twice.
 
-    It does not wait for the others; rank 0 only waits, usually for some milliseconds, until they have heard that it
+    It does not wait for the others. Only rank 0 waits, usually for some milliseconds, until they have heard that it
     leaves. Let rank 0 leave last: without it, the others hear of no failure or deadlock among them, and notice a death
     only by a broken connection.
     """

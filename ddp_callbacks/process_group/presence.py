@@ -104,7 +104,7 @@ class Presence:
     def describe(self, *ranks: int) -> str:
         """Return ``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; less if less is known.
 
-        Blocks for two seconds at most.
+        Blocks for two seconds per rank at most.
         """
         own = {self.rank: self.name}
         return ", ".join(own.get(rank) or self._name_of(rank) for rank in sorted(ranks))
@@ -312,7 +312,7 @@ def enter(doing: str) -> None:
 
 @contextlib.contextmanager
 def alone_in(name: str) -> Iterator[None]:
-    """Run ``name`` inside on this rank, while the others wait for it. An exchange raises instead of deadlocking."""
+    """Mark that, inside, only this rank runs ``name`` and the others wait: exchanges raise instead of deadlocking."""
     here = presence()
     here.alone_in = name
     try:

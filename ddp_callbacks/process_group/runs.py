@@ -63,8 +63,9 @@ def _need_new_group(positions: Sequence[Message]) -> bool:
 def destroy_groups() -> None:
     """Destroy all groups, without the wait of ``dist.destroy_process_group`` for collectives that never end.
 
-    After a failure, gloo would wait for them when its backend is freed, so we leak the backend; the end of the process,
-    or their timeout, ends them. This library's objects for a group are freed. Operations on GPUs are aborted.
+    After a failure, gloo would wait for them when its backend is freed, so this leaks the backend; the end of the
+    process, or their timeout, ends them. It then also aborts operations on GPUs. This library's objects for a group are
+    freed.
     """
     here = presence()
     if here.failed:
