@@ -2,7 +2,7 @@
 
 :mod:`ddp_callbacks.lightning` has the strategy for a Trainer, :mod:`ddp_callbacks.torchbearer` the callbacks for a
 Trial. This module has the functions for a training loop in plain PyTorch and needs only torch;
-:mod:`ddp_callbacks.comm` sends small messages between the ranks. What only few loops need is in the submodules.
+:mod:`ddp_callbacks.comm` sends small messages between the ranks. The submodules have what few loops need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only on first use (PEP 562): ``ddprun`` has to install its signal handlers before that."""
+    """Import torch only at the first use (PEP 562): ``ddprun`` has to install its signal handlers before."""
     public = {key: value for key, value in vars(import_module(f"{__name__}._api")).items() if not key.startswith("_")}
     globals().update(public, __all__=["__version__", *public])
     if name not in globals():

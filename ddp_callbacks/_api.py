@@ -1,4 +1,4 @@
-"""What ``import ddp_callbacks`` offers, which loads this module at the first use of any of it."""
+"""The public names of ``ddp_callbacks``. The package imports this module at the first use of one of them."""
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer as BatchNormSynchronizer
 from ddp_callbacks.checkpoints.file import CheckpointFile as CheckpointFile

@@ -56,7 +56,7 @@ PRIVATE = (
 
 
 def require_torch() -> None:
-    """Raise :class:`ImportError` if the installed torch lacks a private name; the message names supported versions."""
+    """Raise :class:`ImportError` if the installed torch lacks a private name. The message names supported versions."""
     require_names("torch", PRIVATE)
 
 
@@ -66,7 +66,7 @@ try:
     from torch.nn.modules.dropout import _DropoutNd as Dropout
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 except ImportError:
-    require_torch()  # names the versions of torch that have it
+    require_torch()  # its error names the supported versions of torch
     raise
 
 
@@ -74,7 +74,7 @@ except ImportError:
 
 
 def current_node() -> Node | None:
-    """The graph node that backward is executing in this thread; ``None`` outside backward or at the end of a graph."""
+    """Return the graph node that backward is executing in this thread; ``None`` outside, or at the end of a graph."""
     return torch._C._current_autograd_node()
 
 
@@ -84,7 +84,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callable[..., Any]]:
-    """The hooks that run after a gradient is accumulated, by the id of the handle that removes them."""
+    """Return the hooks that run after a gradient is accumulated, by the id of the handle that removes them."""
     return parameter._post_accumulate_grad_hooks or {}
 
 
@@ -92,7 +92,7 @@ def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callabl
 
 
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that allocates or writes memory for later: inference tensors can't be written outside."""
+    """Run the decorated function outside of inference mode: tensors made inside can't be written outside."""
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -105,7 +105,7 @@ def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def count_of_tensors(storage: torch.UntypedStorage) -> int:
-    """The number of tensors and storage objects that refer to this memory."""
+    """Return the number of tensors and storage objects that refer to this memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -113,14 +113,14 @@ def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
     """Map the memory behind a file descriptor, as torch does for tensors from other processes.
 
     Returns:
-        The storage, and the descriptor that it keeps, with which other processes can open it.
+        The storage, and the descriptor that it keeps, by which other processes can open the memory.
     """
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     return storage, storage._share_fd_cpu_()[0]
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to the target at the same position, in one call."""
+    """Copy each source to the target at the same list position, in one call."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -128,21 +128,21 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler know that the optimizer whose state was loaded has taken steps, or its next step would warn.
+    """Tell a scheduler that the optimizer has taken steps before its state was loaded, or the scheduler would warn.
 
-    The contract cannot name the attribute, which torch sets and reads by its text; a loop that goes on right before a
-    scheduler's first step tests it.
+    :data:`PRIVATE` cannot check the attribute itself, only that torch's code uses it. A test resumes right before a
+    scheduler's first step.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
-    """The names of the layer's direct buffers that its ``state_dict`` omits."""
+    """Return the names of the layer's direct buffers that its ``state_dict`` omits."""
     return layer._non_persistent_buffers_set
 
 
 def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy with workers of its own: it keeps the user's class and options."""
+    """Return a copy of a loader with workers of its own. It keeps the user's class and options."""
     copied = copy.copy(loader)
     copied._iterator = None
     return copied
@@ -154,23 +154,23 @@ def override(loader: DataLoader[Any], **attributes: Any) -> None:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make a loader with ``persistent_workers`` start new ones for its next pass."""
+    """Make a loader with ``persistent_workers`` start new workers for its next pass."""
     loader._iterator = None
 
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the workers of an earlier pass wait for the next one, which then draws no seed for them."""
+    """Whether workers of an earlier pass wait for the next pass, which then draws no seed for them."""
     return loader.persistent_workers and loader._iterator is not None
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:
-    """Whether a subclass draws from an iterator that it has made itself, as endless loaders do, over all its passes."""
+    """Whether a loader's subclass keeps an iterator of its own across all passes, as endless loaders do."""
     kept = {name: value for name, value in vars(loader).items() if name != "_iterator"}
     return any(isinstance(value, _BaseDataLoaderIter) for value in kept.values())
 
 
 def worker_queues(batches: Iterator[Any]) -> Any:
-    """The queues for requests from the iterator of a ``DataLoader`` to its workers; ``None`` if it has none."""
+    """Return the queues for requests from a ``DataLoader``'s iterator to its workers; ``None`` without workers."""
     return getattr(batches, "_index_queues", None)
 
 
@@ -185,7 +185,7 @@ def end_workers(batches: Iterator[Any]) -> None:
 
 
 def when_cuda_starts(call: Callable[[], None]) -> None:
-    """Call ``call`` when torch starts CUDA, in the thread that first uses it; at once if it has started."""
+    """Call ``call`` when torch starts CUDA, in the thread that first uses it; at once if CUDA has started."""
     torch.cuda._lazy_call(call)
 
 
@@ -193,39 +193,39 @@ def when_cuda_starts(call: Callable[[], None]) -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of the group have met; ``group.get_group_store()`` is newer than torch 2.8."""
+    """Return the store through which the group's ranks have met. (torch 2.8 has no ``group.get_group_store()``.)"""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices that the group supports."""
+    """Return the devices that the group supports."""
     return group._device_types
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives."""
+    """Return the timeout of the group's collectives."""
     return timeout_in(group._get_backend(devices_of(group)[0]).options)
 
 
 def timeout_in(options: Backend.Options) -> timedelta:
-    """The timeout in a backend's options."""
+    """Return the timeout in a backend's options."""
     return options._timeout
 
 
 def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's collectives on ``device`` are operations in a stream, which the host does not wait for."""
+    """Whether the group's collectives on ``device`` run in a stream, so that the host does not wait for them."""
     if device.type == "cpu" or torch.device(device.type) not in devices_of(group):
         return False
     return group._get_backend(device).name() == "nccl"
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Backend]:
-    """The group's backends."""
+    """Return the group's backends, one per supported device."""
     return [group._get_backend(device) for device in devices_of(group)]
 
 
 def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
-    """The group's backends that communicate between accelerators. gloo, which serves all devices, is none of them."""
+    """Return the group's backends for accelerators only. gloo, if it serves all devices, is none of them."""
     backends = {device.type: group._get_backend(device) for device in devices_of(group)}
     on_cpu = backends.pop("cpu", None)
     return [backend for backend in backends.values() if backend is not on_cpu]
@@ -238,7 +238,7 @@ def abort_accelerators(group: dist.ProcessGroup) -> None:
 
 
 def sequence_number(group: dist.ProcessGroup | None) -> int:
-    """The number of collectives that this rank has started in the group; -1 if the backend does not count."""
+    """Return the number of collectives that this rank has started in the group; -1 if the backend does not count."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (RuntimeError, AttributeError):
@@ -246,15 +246,15 @@ def sequence_number(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_flat(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-    """Start an all-gather into one flat tensor, world size times as large as ``sent``."""
+    """Start an all-gather into one flat tensor, ``received``, which is world size times as large as ``sent``."""
     return group._allgather_base(received, sent)
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """The process groups that this rank is a member of."""
+    """Return the process groups that this rank is a member of."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def count_of_own_groups() -> int:
-    """The number of groups that this rank is a member of."""
+    """Return the number of process groups that this rank is a member of."""
     return len(dist.distributed_c10d._world.pg_names)

@@ -14,10 +14,10 @@ SECRET = "DDP_CALLBACKS_SECRET"
 """Environment variable: a secret that all processes of the job know. Without it, rank 0 makes one for its store."""
 
 HEARTBEAT_TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
-"""Environment variable: seconds of silence after which the processes give up a machine; default 10."""
+"""Environment variable: seconds of silence of a machine after which the processes give it up; default 10."""
 
 ENDED = "ddp_callbacks/ended"
-"""Key of the store in which the processes meet: the ranks that have exited with code 0, as ``ddprun`` knows."""
+"""Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class WorkerEnv:
         """Read this process's place from the launcher's variables; a single process if there are none.
 
         The order is: torchrun, Open MPI, MPICH and Intel MPI, Slurm (``srun``; the batch script itself is a single
-        process), Flux, PALS. ``MASTER_ADDR`` and ``MASTER_PORT`` are the address to meet at. Except
-        with torchrun's variables, they are optional if all processes run on one host, and in a Slurm, PBS or LSF job,
-        where rank 0 runs on the first host. Local: it doesn't communicate.
+        process), Flux, PALS. ``MASTER_ADDR`` and ``MASTER_PORT`` are the address to meet at. Except with torchrun's
+        variables, they are optional if all processes run on one host, and in a Slurm, PBS or LSF job, where rank 0 runs
+        on the first host. Local: it doesn't communicate.
 
         Args:
-            environ: The variables; default: those of this process.
+            environ: The environment variables; by default, this process's.
 
         Raises:
             ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, a value is not a number, the address is
@@ -105,14 +105,15 @@ def worker_env(
     init_method: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> WorkerEnv:
-    """The explicit arguments if given, otherwise :meth:`WorkerEnv.from_environ`.
+    """Return this process's place by the arguments if given, or else by :meth:`WorkerEnv.from_environ`. Local.
 
     Args:
-        rank, world_size: With ``init_method``, the default is RANK and WORLD_SIZE.
-        host, port: Where to meet; the default port is 29500.
-        init_method: Where to meet, instead: ``tcp://HOST:PORT`` (IPv6 in brackets) or ``file:///ABSOLUTE/PATH``.
-            ``env://`` is the same as ``None``.
-        environ: The variables.
+        rank, world_size: Rank of this process and number of processes. With ``init_method``, the default is RANK and
+            WORLD_SIZE.
+        host, port: Address to meet at; the default port is 29500.
+        init_method: Where to meet, instead of ``host`` and ``port``: ``tcp://HOST:PORT`` (IPv6 in brackets) or
+            ``file:///ABSOLUTE/PATH``. ``env://`` is the same as ``None``.
+        environ: The environment variables.
 
     Raises:
         ConfigurationError: Only one of ``rank`` and ``world_size`` is given, there are two places to meet or none, or a
@@ -146,7 +147,7 @@ def worker_env(
 
 
 def _parse_url(init_method: str) -> tuple[str | None, int | None, str | None]:
-    """Host and port, or a file."""
+    """Return the host, port and file of an init method: host and port, or the file, are ``None``."""
     kind, _, rest = init_method.partition("://")
     host, colon, port = rest.rpartition(":")
     if kind == "tcp" and host and colon and port.isdigit():
@@ -159,7 +160,7 @@ def _parse_url(init_method: str) -> tuple[str | None, int | None, str | None]:
 
 
 def host_identity() -> str:
-    """Identify this host and PID namespace: equal for processes that see each other's ids; empty if unknown."""
+    """Return a text that is equal for processes of this host and PID namespace; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -168,12 +169,12 @@ def host_identity() -> str:
 
 
 def processes_on_host(environ: Mapping[str, str]) -> int | None:
-    """How many of the processes are on this host, from the launcher's variables; ``None`` if they don't tell."""
+    """Return the number of the job's processes on this host, by the launcher's variables; ``None`` if unknown."""
     return number(environ, "LOCAL_WORLD_SIZE") or number_on_host(environ)
 
 
 def _several_hosts(world_size: int, environ: Mapping[str, str]) -> bool | None:
-    """Read LOCAL_WORLD_SIZE. If it is below ``world_size``, unknown: torchrun's nodes can share one machine."""
+    """Return ``False`` if LOCAL_WORLD_SIZE is ``world_size``, else ``None``: torchrun's nodes can share a machine."""
     here = number(environ, "LOCAL_WORLD_SIZE")
     return None if here is None or here < world_size else False
 

@@ -12,7 +12,7 @@
 
     NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
 
-    Preempted (SystemExit)                  every rank: asked to stop, and the checkpoint is written
+    Preempted (SystemExit)                  all ranks were asked to stop, and the checkpoint is written
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PeerError(DDPCallbacksError, RuntimeError):
     """Another rank raised, died, left or went silent. The message names the rank and its host.
 
     Attributes:
-        ranks: That rank, or several, by their global numbers; empty if unknown.
+        ranks: The global ranks that the error is about, usually one; empty if unknown.
     """
 
     def __init__(self, message: str = "", *ranks: int) -> None:
@@ -55,21 +55,21 @@ class PeerError(DDPCallbacksError, RuntimeError):
 
 
 class CheckpointError(DDPCallbacksError, RuntimeError):
-    """A checkpoint cannot be written or read, is another job's, or belongs to another run. Every rank raises it."""
+    """A checkpoint cannot be written or read, or belongs to another job or run. Every rank raises it."""
 
 
 class SkippedBatchError(DDPCallbacksError, RuntimeError):
-    """Some ranks want to skip a batch and others not, or no batch of an epoch could be trained on."""
+    """Some ranks skip a batch and others do not, or all batches of an epoch were skipped."""
 
 
 class Preempted(SystemExit):
     """All ranks were asked to stop and have written a checkpoint. Ends the process with :data:`EXIT_PREEMPTED`.
 
-    Not an ``Exception``: programs that go on after errors still stop. Every rank raises it.
+    It is no ``Exception``, so programs that go on after errors still stop. Every rank raises it.
 
     Args:
         reason: Who asked to stop, and how.
-        path: The checkpoint.
+        path: The path of the checkpoint.
     """
 
     def __init__(self, reason: str, path: str) -> None:

@@ -1,7 +1,7 @@
 """``backend="mpi4py"``: torch's process groups over MPI, for a torch that was built without MPI.
 
 Importing this module registers the backend; it needs the extra ``mpi``. MPI starts with the first group, so processes
-that only import your script, such as a loader's workers, stay out of it. In a script started by ``mpiexec``, write
+that only import your script, such as a loader's workers, don't start MPI. In a script started by ``mpiexec``, write
 either of these::
 
     ddp_callbacks.join_process_group(backend="mpi4py")
@@ -9,8 +9,8 @@ either of these::
     import ddp_callbacks.mpi
     torch.distributed.init_process_group("mpi4py", init_method="mpi://")
 
-An uncaught exception in one process ends the whole job, by MPI_Abort; without that, MPI_Finalize would hang. So do
-operations that are still pending three seconds after a process has ended its program.
+An uncaught exception in one process ends the whole job, by MPI_Abort; without that, MPI_Finalize would hang. Operations
+that are still pending three seconds after a process has ended its program end the job, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Tensors: TypeAlias = list[torch.Tensor]
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 _lock = threading.RLock()  # held during MPI calls: some libraries allow only one thread at a time
-_ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
+_ProcessGroup: Any = dist.ProcessGroup  # Any: its methods are overloaded; torch.distributed calls one form of each
 _OPS = {getattr(dist.ReduceOp.RedOpType, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX")}
 _TYPES = {getattr(torch, f"int{bits}"): getattr(MPI, f"INT{bits}_T") for bits in (8, 16, 32, 64)}
 _TYPES |= {torch.float64: MPI.DOUBLE, torch.float32: MPI.FLOAT, torch.uint8: MPI.UINT8_T}
@@ -62,14 +62,14 @@ _HALVES = (torch.float16, torch.bfloat16)  # MPI lacks them: they are reduced in
 
 
 class Work(dist.Work):
-    """The work handle of an MPI operation, which goes on whenever its process is in this handle or in another.
+    """The work handle of an MPI operation. The operation makes progress while this process calls any work handle.
 
     Args:
-        name: For messages: "all-reduce".
+        name: The operation's name, for messages: "all-reduce".
         group: The group that communicates.
         request: MPI's handle.
-        copies: Each output tensor, and the buffer in which MPI puts its value.
-        buffers: What MPI reads meanwhile, to keep it.
+        copies: Pairs of an output tensor and the buffer in which MPI puts its value.
+        buffers: The memory that MPI reads, to keep it until the operation is complete.
 
     Attributes:
         group: The group that communicates.
@@ -95,13 +95,13 @@ class Work(dist.Work):
                         raise RuntimeError(f"{self._name}: {came} bytes came for a tensor of {buffer.nbytes}")
                     if tensor.data_ptr() != buffer.data_ptr():
                         tensor.detach().copy_(buffer.view(tensor.shape))
-            except RuntimeError as error:  # MPI's are of this kind, too
+            except RuntimeError as error:  # MPI's errors are RuntimeErrors, too
                 self._error = error
             self._done = True
             return True
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether it completes within ``seconds``. Raises RuntimeError if it failed, or after the group's timeout."""
+        """Wait up to ``seconds``; return whether it is complete. Raises RuntimeError on failure, or on timeout."""
         end, pause = time.monotonic() + seconds, 0.0
         while not self.is_completed():
             if time.monotonic() > self._end:
@@ -115,11 +115,11 @@ class Work(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is complete, or for ``timeout`` if that is positive.
+        """Block until the operation is complete, or for ``timeout`` if that is positive.
 
         Raises:
             PeerError: Another rank reported a failure, left, or nothing came within the group's timeout.
-            RuntimeError: It was not complete after ``timeout``; the operation continues.
+            RuntimeError: The operation is not complete after ``timeout``; it continues.
         """
         if timeout <= timedelta(0):
             wait(self, f"{self._name} over MPI", self.group)
@@ -131,7 +131,7 @@ class Work(dist.Work):
         return [tensor for tensor, _ in self._copies]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors. It blocks: nothing would complete the operation for who waits in C++."""
+        """Return a completed future of the output tensors. Blocks: a wait for it in C++ would make no progress."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -148,7 +148,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         comm: The communicator, with the ranks in the order of the group; ``shutdown`` frees it.
-        timeout: Timeout of an operation.
+        timeout: The timeout of each operation.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
@@ -157,7 +157,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._comm = comm
         self._names = {"name": "", "desc": ""}
 
-    # --- what torch asks of a group -----------------------------------------------------------------------------------
+    # --- methods that torch calls -------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "mpi4py"
@@ -254,7 +254,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
 
-_pending: list[Work] = []  # kept, as MPI uses their buffers
+_pending: list[Work] = []  # keeps pending operations, whose buffers MPI uses
 
 
 def _still_pending(group: MPIProcessGroup | None = None) -> bool:
@@ -283,7 +283,7 @@ for _name in ("alltoall", "alltoall_base", "all_to_all_single"):
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The values side by side in memory: the same memory, if they are."""
+    """Return a contiguous tensor with these values: the same memory, if it is contiguous. Refuses other layouts."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise ConfigurationError(
             f"backend mpi4py takes dense tensors on the CPU, got {tensor.layout} on {tensor.device}. Use gloo or NCCL."
@@ -292,12 +292,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spec(buffer: torch.Tensor, datatype: MPI.Datatype = MPI.BYTE) -> Any:
-    """The memory of a dense tensor in mpi4py's words: as bytes, unless MPI is to compute with them."""
+    """Return mpi4py's description of a dense tensor's memory: as bytes, unless MPI computes with the numbers."""
     return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), datatype]
 
 
 def _reduction(tensors: Tensors, opts: Any) -> tuple[torch.Tensor, Any, MPI.Op]:
-    """The numbers to reduce, as a tensor and in mpi4py's words, and the operation."""
+    """Return the numbers to reduce, as a tensor and as mpi4py describes them, and the operation."""
     (numbers,) = map(_dense, tensors)
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
     numbers = numbers.float() if numbers.dtype in _HALVES else numbers
@@ -307,10 +307,10 @@ def _reduction(tensors: Tensors, opts: Any) -> tuple[torch.Tensor, Any, MPI.Op]:
 
 
 def start(rank: int, size: int) -> MPI.Intracomm:
-    """Start MPI, unless it runs, and return its world.
+    """Start MPI, unless it runs, and return its world communicator.
 
     Raises:
-        ConfigurationError: To MPI this process is not ``rank`` of ``size``.
+        ConfigurationError: In MPI, this process is not ``rank`` of ``size``.
     """
     if not MPI.Is_initialized():
         MPI.Init_thread()
@@ -330,7 +330,7 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     """Create a group with a communicator of its own. torch calls it on each member; blocks until all have come.
 
     Raises:
-        ConfigurationError: MPI's ranks differ from torch's, or it has not started, and the group lacks some.
+        ConfigurationError: MPI's ranks differ from torch's, or MPI has not started and the group lacks some ranks.
         RendezvousError: Members did not come within the timeout.
     """
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -342,7 +342,7 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
         )
     store = options.store
     store.set(f"came/{rank}", "")
-    try:  # MPI would wait for ever, and while it starts with the GIL, in which rank 0 could tell nobody anything
+    try:  # MPI would wait forever; at its start it holds the GIL, so that rank 0's thread could not report failures
         store.wait([f"came/{each}" for each in ranks], options.timeout)
     except RuntimeError as error:
         missing = [each for each in ranks if not store.check([f"came/{each}"])]
@@ -356,10 +356,10 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
 
 def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's handler for ``init_method="mpi://"``."""
+    """Yield the store, rank and world size for ``init_method="mpi://"``. torch calls it. Blocks until all have come."""
     env = WorkerEnv.from_environ()
     env, store = meet(env, timeout) if env.world_size > 1 else (env, dist.HashStore())
-    atexit.register(leave_process_group)  # so that ranks that wait for this one notice
+    atexit.register(leave_process_group)  # tells the ranks that wait for this one
     yield store, env.rank, env.world_size
 
 
@@ -367,7 +367,7 @@ _previous_hook = sys.excepthook
 
 
 def _abort_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    mpi4py.run.set_abort_status(error)  # before the other hook, which may raise
+    mpi4py.run.set_abort_status(error)  # before the previous hook, which may raise
     _previous_hook(kind, error, trace)
 
 

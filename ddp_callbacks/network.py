@@ -1,4 +1,4 @@
-"""Names, routes and this host's addresses."""
+"""Resolve host names, and find routes and this host's addresses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from ddp_callbacks.errors import say
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so packets take the default route
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so their route is the default route
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
-_PATIENCE = 3.0  # seconds of looking up a name before we print a message
+_PATIENCE = 3.0  # seconds of looking up a name before a message is printed
 _PAUSE = 0.5  # seconds between two attempts
-_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the IPv4 addresses of all interfaces, and the bytes that each takes
+_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the request for all interfaces' IPv4 addresses, and the bytes per entry
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Route:
 
 
 def route_to(host: str, port: int = 1) -> Route:
-    """Find the route to ``host``; nothing is sent.
+    """Find the route to ``host``. Sends nothing to it; may look up its name.
 
     Raises:
         OSError: The name does not resolve, or there is no route.
@@ -47,10 +47,11 @@ def addresses_of(host: str, timeout: float) -> list[str]:
     """Resolve a name. If it doesn't resolve yet, as in a cluster that is starting, retry for up to ``timeout``.
 
     Args:
+        host: A name or an address.
         timeout: Seconds.
 
     Raises:
-        OSError: It does not resolve.
+        OSError: The name does not resolve within ``timeout``.
     """
     begin, silent = time.monotonic(), True
     while True:
@@ -71,7 +72,7 @@ def addresses_of(host: str, timeout: float) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or the name ``localhost``, is a loopback address; no name is resolved."""
+    """Whether ``address`` is a loopback address, or the name ``localhost``. Resolves no names."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -79,12 +80,12 @@ def is_loopback(address: str) -> bool:
 
 
 def address_for_others(others: Iterable[str]) -> str | None:
-    """The address of this host that other hosts can reach; ``None`` if unknown.
+    """Return the address of this host that other hosts can reach; ``None`` if unknown.
 
-    It is the one on the route to another host of the job, on the default route, or the only one.
+    It is this host's address on the route to another host of the job, or on the default route, or its only one.
 
     Args:
-        others: Names or addresses of the other hosts, if known.
+        others: Names or addresses of the job's other hosts, if known.
     """
     for host in (*others, *_ELSEWHERE):
         with suppress(OSError):  # the name does not resolve, or there is no route
@@ -101,7 +102,7 @@ def is_for_others(address: str) -> bool:
 
 
 def own_addresses() -> dict[str, str]:
-    """Map all IPv4 and IPv6 addresses of this host to their interfaces. Linux."""
+    """Return all IPv4 and IPv6 addresses of this host with the names of their interfaces. Linux only."""
     room = ctypes.create_string_buffer(_IFREQ * 1024)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         reply = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), ctypes.addressof(room)))

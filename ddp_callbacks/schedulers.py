@@ -20,7 +20,7 @@ _TIMEOUT = 30.0  # seconds for a command of a scheduler
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of a launcher; ``local_size`` or ``nodes`` shows whether there are several hosts."""
+    """The names of a launcher's variables; ``local_size`` or ``nodes`` shows whether there are several hosts."""
 
     rank: str
     size: str
@@ -37,7 +37,7 @@ class _Launcher:
         return number(environ, self.local_size) == number(environ, self.size)
 
 
-# For Slurm, the variables of a step: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is a single process.
+# For Slurm, these are a step's variables: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
 _LAUNCHERS = (
     _Launcher(
         "OMPI_COMM_WORLD_RANK",
@@ -51,7 +51,7 @@ _LAUNCHERS = (
     _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
     _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
 )
-# A process that has one of these was started by a launcher; the value names the variable with the world size.
+# Variables that show that a launcher has started this process, and the names of the variables with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
     "PMIX_RANK": "",
     "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
@@ -72,7 +72,7 @@ _SAY_WHERE = (
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
-    """The value of a variable; ``None`` if it is not set. Raises ConfigurationError unless it is an integer."""
+    """Return the value of a variable; ``None`` if it is not set. Raises ConfigurationError unless it is an integer."""
     text = environ.get(name)
     if not text:
         return None
@@ -105,7 +105,7 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def number_on_host(environ: Mapping[str, str]) -> int | None:
-    """How many processes the launcher has started on this host; ``None`` if its variables don't tell."""
+    """Return the number of processes that the launcher has started on this host; ``None`` if unknown."""
     for launcher in _LAUNCHERS:
         if launcher.has_started(environ):
             if launcher.local_size:
@@ -115,7 +115,7 @@ def number_on_host(environ: Mapping[str, str]) -> int | None:
 
 
 def unknown_launcher(environ: Mapping[str, str]) -> str:
-    """The rank variable of a launcher whose world size is unknown; empty if there is none."""
+    """Return the rank variable of a launcher whose other variables are missing or unknown; empty if there is none."""
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
         return ""
     return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
@@ -145,9 +145,9 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """The first host of the Slurm step, or of the PBS or LSF job; empty outside of these."""
+    """Return the first host of the Slurm step, or of the PBS or LSF job; empty outside of these."""
     if nodes := environ.get("SLURM_STEP_NODELIST"):
-        # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
+        # rack[1-2]n[07,09],other: take the first number of each bracket, up to the first comma outside of brackets
         return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
     try:
         hosts = [name for name, _ in hosts_of_job(environ)]
@@ -157,7 +157,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
-    """A port that is the same for all processes of a job, and most likely differs between jobs."""
+    """Return a port that is the same for all processes of a job, and most likely differs between jobs."""
     for names in _JOBS:
         if all(environ.get(name) for name in names):
             job = ".".join(environ[name] for name in names)
@@ -169,7 +169,7 @@ _SLURM_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
-    """The hosts of the PBS, Slurm or LSF job that this process runs in; empty outside a job.
+    """Return the hosts of the PBS, Slurm or LSF job that this process runs in; empty outside a job.
 
     Returns:
         Each host with the number of processes that the job requested there; ``None`` if unspecified.
@@ -187,9 +187,9 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
 
 
 def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
-    """Count the lines per host in the node file: one for each process that the job requested there.
+    """Count the lines per host in the node file, which has one line for each process that the job requested there.
 
-    That is ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
+    The job requests them as ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
     """
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
@@ -198,7 +198,7 @@ def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
     counts = Counter(line for line in lines if line)
     if not counts:
         raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
-    said = set(counts.values()) != {1}  # otherwise the node decides
+    said = set(counts.values()) != {1}  # counts of 1 everywhere may be the default: the node then decides
     return [(name, count if said else None) for name, count in counts.items()]
 
 
@@ -212,12 +212,12 @@ def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, i
         raise ConfigurationError(
             f"SLURM_TASKS_PER_NODE={tasks!r} lists {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} {len(names)}."
         )
-    said = set(counts) != {1}  # otherwise the node decides
+    said = set(counts) != {1}  # counts of 1 everywhere may be the default: the node then decides
     return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
 
 
 def _counts(text: str, name: str) -> list[int]:
-    """The numbers in a list such as ``4(x2),2``, the value of the variable ``name``."""
+    """Return the numbers in a list such as ``4(x2),2``, the value of the variable ``name``."""
     counts: list[int] = []
     for part in text.split(","):
         match = _SLURM_COUNT.fullmatch(part)
@@ -228,7 +228,7 @@ def _counts(text: str, name: str) -> list[int]:
 
 
 def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
-    """How many cores the job has on each of its hosts, where the scheduler tells; PBS does for the first chunk."""
+    """Return the number of the job's cores on each host; ``None`` if unknown. PBS tells only the first chunk's."""
     found: list[int | None] = [number(environ, "NCPUS") if "PBS_NODEFILE" in environ else None] * hosts
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         found[:] = _counts(cpus, "SLURM_JOB_CPUS_PER_NODE")
@@ -236,7 +236,7 @@ def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[in
 
 
 def _expand(nodes: str) -> list[str]:
-    """Expand a node list: call scontrol, which knows every form, unless the list has no brackets."""
+    """Expand a node list. If it has brackets, this calls scontrol, which knows every form."""
     if "[" not in nodes:
         return nodes.split(",")
     found, problem = output_of("scontrol", "show", "hostnames", nodes)
@@ -253,7 +253,7 @@ def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
 
 
 def output_of(*argv: str) -> tuple[str, str]:
-    """The output of a command, and why it failed; one of them is empty, or both."""
+    """Run a command; return its output, and why it failed. At least one of these is empty."""
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Supported versions of other libraries: install commands, and checks of what is installed."""
+"""Supported versions of other libraries: install commands, and checks of the installed versions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SUPPORTED = {
     "torchbearer": "==0.5.5",
     "mpi4py": ">=4",
 }
-"""As pyproject.toml has them, below the first minor version that ``make versions`` has not tested.
+"""The versions in pyproject.toml; each upper bound is the first minor version that ``make versions`` has not tested.
 
-A newer one is used, with a warning.
+A newer version works with a warning.
 """
 
 
 def how_to_install(*distributions: str) -> str:
-    """The command to install these, in supported versions: ``pip install "lightning>=2.6,<2.7"``."""
+    """Return the command to install these packages in supported versions: ``pip install "lightning>=2.6,<2.7"``."""
     return "pip install " + " ".join(f'"{_requirement(name)}"' for name in distributions)
 
 
 def how_to_install_this(python: str = "python") -> str:
-    """The command to install this library. It is on no package index; a package with its name there is another one."""
+    """Return the command to install this library. No package index has it; a package of that name is another one."""
     folder = Path(__file__).resolve().parents[1]
     where = str(folder) if (folder / "pyproject.toml").exists() else "FOLDER"
     return f"{python} -m pip install {where} (the folder of its repository; no package index has it)"
@@ -40,10 +40,11 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
     """Raise :class:`ImportError` if the installed version lacks one of these private names; warn if it is untested.
 
     Args:
-        distribution: The name for pip.
-        names: Each is ``module:attribute.attribute``; with the parameters that a function must have:
-            ``module:Class.method(self, first, second)``; or, for attributes that only instances have, with a function
-            whose code uses them: ``module:Class.__init__ uses first, second``.
+        distribution: The package's name for pip.
+        names: Private names, in three forms. ``module:attribute.attribute`` is a name.
+            ``module:Class.method(self, first, second)`` is a function with the parameters that it must have.
+            ``module:Class.__init__ uses first, second`` is for attributes that only instances have: a function whose
+            code uses them.
     """
     for name in names:
         target, _, used = name.partition(" uses ")
@@ -62,11 +63,11 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
 
 
 def _parameters(function: Any) -> set[str]:
-    return set(import_module("inspect").signature(function).parameters)  # late: slow to import, as the metadata
+    return set(import_module("inspect").signature(function).parameters)  # inspect is slow to import
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The attributes and globals used in the code of a function, without its decorators; also those named by a text."""
+    """Return the attributes and globals that a function's code uses, without decorators; also its string constants."""
     code = import_module("inspect").unwrap(function).__code__
     return (*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str)))
 

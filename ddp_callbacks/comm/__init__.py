@@ -1,7 +1,7 @@
 """Communication between the ranks. Nothing above this folder depends on the transport.
 
 - :mod:`.hosts`: which ranks share a host, and so how they send messages and sum; :mod:`.subgroups`: the process groups
-  that this takes
+  for this
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
@@ -11,8 +11,8 @@
   :mod:`.hierarchical`
 - :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;
-  :mod:`.bucket_sums`, :mod:`.metadata`: their sums, and what travels behind them
-- :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and what compresses
+  :mod:`.bucket_sums`: the sums of the buckets; :mod:`.metadata`: the numbers sent behind them
+- :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and compressed gradients
 """
 
 from ddp_callbacks.comm.collectives import (

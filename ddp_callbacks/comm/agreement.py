@@ -27,7 +27,7 @@ def require_agreement(
         settings: Names mapped to JSON values; they are compared as strings.
         subject: What the settings belong to: "the model".
         remedy: How to fix a difference, one sentence.
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         MismatchError: On every rank alike; names each setting that differs, the ranks and their values.
@@ -44,7 +44,7 @@ def require_agreement(
 
 
 def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
-    """One line for each setting that differs: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
+    """Yield one line for each setting that differs: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
     names = dict.fromkeys(name for settings in gathered for name in settings)
     for name in names:
         ranks_by_value: dict[str, list[str]] = {}
@@ -58,12 +58,12 @@ def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
-    """The shape, dtype and trainability of each parameter and buffer, by name."""
+    """Return the shape and dtype of each parameter and buffer, and whether a parameter is frozen, by name."""
     return parameter_settings(module) | {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
 
 
 def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
-    """The shape, dtype and trainability of each parameter, by name.
+    """Return the shape and dtype of each parameter, and whether it is frozen, by name; and the order of the parameters.
 
     Raises:
         ConfigurationError: A parameter of a lazy module has no shape yet.
@@ -81,7 +81,7 @@ def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def layout_settings(module: torch.nn.Module) -> dict[str, str]:
-    """The strides of each parameter that is not contiguous, by name. Messages hold gradients as memory holds them."""
+    """Return the strides of each non-contiguous parameter, by name. Gradients are sent in that memory layout."""
     return {
         f"parameter {name} in memory": f"strides {list(parameter.stride())}"
         for name, parameter in module.named_parameters()
@@ -90,7 +90,7 @@ def layout_settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The class, and each group's options and number of parameters."""
+    """Return the optimizer's class, and each parameter group's options and number of parameters."""
     settings = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -104,5 +104,5 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """Without addresses, which differ between processes."""
+    """Return a value as text, without memory addresses, which differ between processes."""
     return ADDRESS.sub("", str(value.tolist() if isinstance(value, torch.Tensor) else value))

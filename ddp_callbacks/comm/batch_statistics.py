@@ -1,10 +1,10 @@
-"""The statistics of a global batch, for batch normalization: how the ranks exchange them, and the sums of backward.
+"""Exchange the statistics of a global batch, and the sums of backward, for batch normalization.
 
 A variance computed from sums of squares loses digits if the mean is large. So the ranks gather their sizes, means and
 variances, and :func:`total_statistics` joins them in float64; the cost grows with the number of ranks, as in torch's
 ``SyncBatchNorm``. That class waits for a GPU to leave out ranks without samples; here they send zeros and have
-weight 0. The host looks at the sizes only where its own part has fewer than two values per channel: all ranks together
-may have one, or none.
+weight 0. The host reads the sizes only if its own part has fewer than two values per channel: all ranks together may
+have one, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_callbacks.comm.hosts import choose_all_reduce
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, converted if it has half precision."""
+    """Return ``tensor``, converted to float32 if it has half precision."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -29,11 +29,12 @@ class GlobalBatch:
     """The batch of all ranks, as a layer sees it.
 
     Attributes:
-        statistics, name: Exchanges the sums of backward, and the layer for which.
+        statistics: Exchanges the sums of backward.
+        name: The layer's name.
         counts: Whether this rank's part counts.
         is_empty: Whether no rank has a sample.
         size: Number of values per channel on all ranks: float64, shape ``[]``.
-        mean, var: Shape ``[channels]``, float64; the biased variance.
+        mean, var: Mean and biased variance: float64, shape ``[channels]``.
     """
 
     statistics: BatchStatistics
@@ -46,11 +47,11 @@ class GlobalBatch:
 
 
 class BatchStatistics:
-    """The exchanges of a model's layers, one at a time: all-reduces of float64. The constructor is a collective.
+    """Exchanges the statistics of a model's layers, one layer at a time, in float64. The constructor is a collective.
 
     Args:
-        group: The ranks.
-        device: Where the layers are.
+        group: The ranks' process group.
+        device: The device of the layers.
         counts: Returns whether this rank's batch counts.
     """
 
@@ -61,11 +62,15 @@ class BatchStatistics:
 
     @torch.no_grad()
     def join(self, input: torch.Tensor, name: str) -> GlobalBatch:
-        """Exchange the statistics of the input of the layer ``name``. A collective."""
+        """Exchange the statistics of the input of the layer ``name``. A collective.
+
+        Raises:
+            ValueError: All ranks together have a single value per channel.
+        """
         size = input.numel() // input.shape[1] if input.numel() and self._counts() else 0
         rows = self._gather(input, size, name)
         sizes = rows[:, -1]
-        total = int(sizes.sum()) if size < 2 else size  # or more
+        total = int(sizes.sum()) if size < 2 else size  # at least; the sum would wait for the GPU
         if total == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got 1 on all ranks together in {name}"
@@ -76,7 +81,7 @@ class BatchStatistics:
         return GlobalBatch(self, name, size > 0, False, *total_statistics(rows))
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor, name: str) -> torch.Tensor:
-        """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
+        """Return both sums over all ranks: float64, ``[2, channels]``, valid until the next exchange. A collective."""
         message = self._message(2 * len(sum_dy), sum_dy.device)
         sums = message.view(2, -1)
         sums[0].copy_(sum_dy)
@@ -85,9 +90,9 @@ class BatchStatistics:
         return sums
 
     def _gather(self, input: torch.Tensor, size: int, name: str) -> torch.Tensor:
-        """Mean, variance and size of each rank: float64, shape ``[world_size, 2 * channels + 1]``; zeros for size 0.
+        """Return each rank's mean, variance and size: float64, ``[world_size, 2 * channels + 1]``; zeros for size 0.
 
-        An all-reduce of rows that are zero but for the rank's own: unlike an all-gather, every backend has it for GPUs.
+        This is an all-reduce in which each rank fills its own row: some backends have no all-gather for GPUs.
         """
         channels = input.shape[1]
         message = self._message(self._world_size * (2 * channels + 1), input.device).zero_()
@@ -103,7 +108,7 @@ class BatchStatistics:
 
     @outside_inference_mode
     def _message(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory of an exchange, flat; its sums are valid until the next one of this size."""
+        """Return the flat memory of an exchange. The sums in it are valid until the next exchange of this size."""
         if (numel, device) not in self._messages:
             self._messages[numel, device] = self._all_reduce.allocate(numel, torch.float64, device)
         return self._messages[numel, device]
@@ -114,11 +119,11 @@ class BatchStatistics:
 
 
 def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The size, mean and biased variance of all ranks together. Local.
+    """Return the size, mean and biased variance of all ranks together. Local.
 
     Args:
-        rows: Of each rank, the mean and biased variance of its values, by channel, and their number: shape
-            ``[world_size, 2 * channels + 1]``. At least one number is not 0.
+        rows: One row per rank: its means by channel, its biased variances by channel, and its number of values per
+            channel; shape ``[world_size, 2 * channels + 1]``. At least one rank has values.
     """
     means, variances = rows[:, :-1].unflatten(1, (2, -1)).unbind(1)
     sizes = rows[:, -1:]

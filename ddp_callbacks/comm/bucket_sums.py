@@ -1,4 +1,4 @@
-"""The sums of gradients over the ranks: of buckets, of the metadata behind them, and of sparse gradients."""
+"""Sum gradients over the ranks: buckets, the metadata behind them, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class BucketSums:
     """Sums buckets by a communication hook, or by the fastest all-reduce; the constructor is a collective.
 
     Attributes:
-        group: The ranks.
-        hook, hook_state: The communication hook: the user's, or one that compresses.
-        divisor: By what the sum is divided meanwhile: a hook averages.
+        group: The ranks' process group.
+        hook, hook_state: The communication hook and its state: the user's, or one that compresses.
+        divisor: The number by which a hook divides the sum, as it averages; 1 without a hook.
         allocate: Allocates memory for buckets.
 
     Args:
-        group: The ranks.
-        devices: Where gradients are.
-        hook, hook_state: The user's, or ``None``.
+        group: The ranks' process group.
+        devices: The devices of the gradients.
+        hook, hook_state: The user's hook and its state, or ``None``.
         compress: How to send less between nodes.
     """
 
@@ -74,14 +74,14 @@ class BucketSums:
     def finish_launch(self, bucket: Bucket) -> None:
         """Block until all collectives of a launched bucket are started.
 
-        A hook may start further ones from its futures (PowerSGD does), at a moment that differs between the ranks, and
-        those of the next bucket must come after them. On a GPU they are in a stream by now, in order.
+        A hook may start more collectives from its futures (PowerSGD does), at a moment that differs between the ranks.
+        Those of the next bucket must come after them. On a GPU, all are in a stream when this returns, in order.
         """
         if isinstance(bucket.sum, FutureWork):
             wait(Launched(bucket.sum.future), bucket.doing, self.group)
 
     def sum_sparse(self, grad: torch.Tensor | None, factor: float, like: torch.Tensor) -> torch.Tensor:
-        """The sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.
+        """Return the sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.
 
         Args:
             grad: This rank's gradient of an embedding, if it has one.

@@ -16,7 +16,7 @@ FIRST_BUCKET_MB = 1.0  # a small first bucket starts the overlap early, as in DD
 
 
 def check_bucket_cap_mb(bucket_cap_mb: float) -> None:
-    """Raise :class:`ConfigurationError` unless it is a positive number."""
+    """Raise :class:`ConfigurationError` unless ``bucket_cap_mb`` is a positive number."""
     if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
         raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}.")
 
@@ -53,11 +53,11 @@ def assign_buckets(parameters: Sequence[torch.Tensor], bucket_cap_mb: float) -> 
 
 
 class Forecast:
-    """Predicts which buckets the next backward fills. It uses what all ranks have seen, so all predict the same.
+    """Predicts which buckets the next backward fills, from data that all ranks share, so all predict the same.
 
     A bucket is filled if one of its parameters is trainable. That may change between backwards: a generator and a
-    discriminator take turns. The prediction is what followed the last few backwards the last time, or else the last
-    one.
+    discriminator take turns. The prediction repeats what followed when the last few backwards came in this order
+    before. If they never did, it repeats the last backward.
 
     Args:
         first: The buckets that the first backward fills.
@@ -90,7 +90,7 @@ class Bucket:
     def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
         self.index = index
         self.doing = f"the gradients of bucket {index}"
-        self.slots = slots  # positions in the synchronizer's list
+        self.slots = slots  # positions in the reducer's list of parameters
         self.pool = pool
         self.deferred = False  # a gradient came twice before: launch at the end of backward
         self.start()
@@ -106,7 +106,7 @@ class Bucket:
         self.sum: Work | None = None
 
     def mark(self, position: int) -> None:
-        """Mark a gradient as complete."""
+        """Mark the gradient of the parameter at ``position`` in this bucket as complete."""
         if not self.ready[position]:
             self.ready[position] = True
             self.missing -= 1
@@ -116,16 +116,18 @@ class Bucket:
     def fill(self, scale: float, used: list[bool]) -> None:
         """Move the scaled gradients into the buffer. Until :meth:`write_back`, used parameters have no gradient.
 
-        So the gradients are in memory once. A contribution that comes later is a gradient of its own, and a second call
-        moves only these.
+        So memory holds the gradients once. A later contribution becomes a new gradient, and a second call moves only
+        the new gradients.
 
         Args:
-            used: Which of all parameters have a gradient of this backward; see :meth:`forget_lost`.
+            scale: The factor for the gradients.
+            used: For each parameter of the reducer, whether it has a gradient of this backward; see
+                :meth:`forget_lost`.
         """
         gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
             self.forget_lost(used)
-            # Where nothing counts, or a parameter is unused everywhere, the gradients before this backward stay.
+            # If this rank has weight 0, or a parameter is unused on all ranks, earlier gradients stay: don't overwrite.
             self.memory = self.pool.take(in_place=scale != 0 and all(used[slot] for slot in self.slots))
         else:
             gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
@@ -135,22 +137,22 @@ class Bucket:
                 parameter.grad = None
 
     def wait(self) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        """Block until the sum is complete. Raises :class:`PeerError` if a rank fails."""
         assert self.sum is not None
         self.sum.wait()
 
     def reduced(self) -> torch.Tensor:
-        """The gradients in the buffer, flat."""
+        """Return the gradients in the buffer, flat."""
         assert self.memory is not None
         return self.memory.flat[: self.memory.numel]
 
     def forget_lost(self, used: list[bool]) -> None:
-        """Gradients of no_sync or of a failed backward may be gone: they are not used."""
+        """Clear ``used`` where the gradient is gone, as after ``no_sync`` or a failed backward."""
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 
     def write_back(self, used: list[bool], keeps: bool) -> None:
-        """Set the gradients of used parameters to the reduced ones; if it ``keeps``, those that are ``None``."""
+        """Set the gradients of used parameters to the reduced ones; with ``keeps``, only where they are ``None``."""
         assert self.memory is not None
         for slot, parameter, view in zip(self.slots, self.pool.parameters, self.memory.views, strict=True):
             if used[slot] and not (keeps and parameter.grad is not None):

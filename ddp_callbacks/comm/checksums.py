@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 _COLUMNS = 1024  # columns in which 8-byte words are summed; each has a different factor
-_SMALL = 1 << 16  # bytes that are faster one after another: each operation on a tensor costs microseconds
+_SMALL = 1 << 16  # bytes up to which zlib is faster: each operation on a tensor costs microseconds
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def checksum_of(value: Any, checksum: int = 0) -> int:
-    """A checksum that is equal for equal values, on every process.
+    """Return a checksum that is equal for equal values, in every process.
 
     Values are nested collections, tensors, arrays, plain data, and objects with a repr.
 
@@ -32,27 +32,27 @@ def checksum_of(value: Any, checksum: int = 0) -> int:
     if isinstance(value, Mapping):
         value = [entry for item in value.items() for entry in item]
     if isinstance(value, set | frozenset):
-        value = sorted(map(checksum_of, value))  # texts have another order on each process
+        value = sorted(map(checksum_of, value))  # a set of strings has another order in each process
     if isinstance(value, list | tuple) and not all(type(entry) is int for entry in value):
         return functools.reduce(lambda found, entry: checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
     return zlib.crc32(ADDRESS.sub("", repr(value)).encode(), checksum)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is a dense tensor whose memory holds its values."""
+    """Whether ``tensor`` is dense, and its memory holds its values."""
     return not (
         torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided
     )
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor."""
+    """Return the bytes of a dense tensor, flat; without a copy if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # the stride of a single element may be any
 
 
 def checksum_of_memory(memory: torch.Tensor) -> int:
-    """One number for all bits; it differs for almost all different contents. About one pass over the memory.
+    """Return a number that differs for almost all different contents. Takes about one pass over the memory.
 
     Args:
         memory: Flat, uint8, on any device.

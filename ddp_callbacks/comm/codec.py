@@ -34,7 +34,7 @@ def decode(message: bytes, device: torch.device) -> tuple[Json, list[torch.Tenso
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The raw bytes of a dense tensor on any device, in row-major order."""
+    """Return the raw bytes of a dense tensor on any device, in row-major order."""
     flat = memory_of(tensor.cpu())
     return ctypes.string_at(flat.data_ptr(), flat.numel())
 

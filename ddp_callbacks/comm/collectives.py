@@ -21,8 +21,8 @@ from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
-_SMALL = 1 << 16  # bytes of a tensor that travels as a message
-_GATHERED_NBYTES = 1 << 24  # of all ranks, in one message
+_SMALL = 1 << 16  # bytes; a CPU tensor up to this size is sent as a message
+_GATHERED_NBYTES = 1 << 24  # bytes of all ranks together in one round
 
 
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -31,7 +31,7 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
     Args:
         tensor: Flat and contiguous, of the same size and dtype on every rank; must not require a gradient.
         doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -53,7 +53,7 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     Args:
         flag: This rank's flag.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -62,12 +62,12 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Overwrite ``tensor`` with rank 0's, in place, and return it. A collective.
+    """Overwrite ``tensor`` with rank 0's tensor, in place, and return it. A collective.
 
     Args:
         tensor: Dense, with the same shape and dtype on every rank.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -95,7 +95,7 @@ def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = N
         value: Anything that ``json.dumps`` accepts, including NaN and infinities. Floats keep every bit; tuples become
             lists.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -112,7 +112,7 @@ def all_gather_tensors(
         header: Anything that ``json.dumps`` accepts.
         tensors: Their number, shapes and dtypes may differ between ranks.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Returns:
         One ``(header, tensors)`` per rank. The tensors are on the device of this rank's ``tensors``, or on the CPU if
@@ -134,12 +134,12 @@ def broadcast_tensors(
 
     Args:
         header: Anything that ``json.dumps`` accepts. Ignored on ranks other than 0.
-        tensors: Of any number, shapes and dtypes. Ignored on ranks other than 0.
+        tensors: Any number of tensors, of any shapes and dtypes. Ignored on ranks other than 0.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Returns:
-        Rank 0's header and tensors. The tensors are on the CPU; a single process gets those that it passed.
+        Rank 0's header and tensors. The tensors are on the CPU; a single process gets its own tensors back.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -156,7 +156,7 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
     Args:
         tensor: Flat uint8, on the CPU; of any size on each rank.
         doing: The purpose, for error messages: "the loss of an epoch".
-        group: ``None`` is the default group.
+        group: The ranks' process group; ``None`` is the default group.
 
     Returns:
         One tensor per rank on rank 0, an empty list on the others.
@@ -177,5 +177,5 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether it travels as a message. The same on every rank."""
+    """Whether ``tensor`` is sent as a message. The answer is equal on every rank."""
     return tensor.device.type == "cpu" and tensor.nbytes <= _SMALL

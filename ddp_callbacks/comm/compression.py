@@ -63,14 +63,14 @@ def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
 
 
 def dtype_of(compress: Compress) -> torch.dtype | None:
-    """The dtype that replaces wider ones on the network; ``None`` if ``compress`` sets none."""
+    """Return the dtype that replaces wider ones on the network; ``None`` if ``compress`` sets none."""
     return _DTYPES[compress] if isinstance(compress, str) else None
 
 
 def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.device]) -> tuple[CommHook | None, Any]:
-    """The comm hook that implements ``compress``, with its state. A collective.
+    """Return the communication hook that implements ``compress``, and its state. A collective.
 
-    ``(None, None)`` if the all-reduce itself compresses, or nothing does.
+    Returns ``(None, None)`` if the all-reduce itself compresses, or if nothing is compressed.
     """
     if not isinstance(compress, PowerSGD) or not devices:
         return None, None
@@ -87,13 +87,13 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     return powerSGD_hook, state
 
 
-_POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run
+_POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # they change in a run
 
 
 def state_of_hook(state: Any) -> dict[str, Any]:
-    """What a comm hook keeps from step to step on this rank, for a checkpoint: that of torch's PowerSGD. Local.
+    """Return the state of torch's PowerSGD hook on this rank, for a checkpoint. Local.
 
-    Empty for hooks that keep nothing, and for others, whose state this library does not know.
+    Empty for other hooks: they keep no state, or one that this library does not know.
     """
     if not isinstance(state, PowerSGDState):
         return {}
@@ -103,7 +103,7 @@ def state_of_hook(state: Any) -> dict[str, Any]:
 
 
 def load_state_of_hook(state: Any, saved: dict[str, Any]) -> None:
-    """Inverse of :func:`state_of_hook`. Local."""
+    """Restore the state that :func:`state_of_hook` has returned. Local."""
     if not isinstance(state, PowerSGDState) or not saved:
         return
     for name in _POWERSGD:

@@ -1,10 +1,10 @@
 """The flat buffer of a bucket: gradients are copied in, reduced in place, and returned as views.
 
-After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. If all gradients
-still are when the next ones have been added to them (``zero_grad(set_to_none=False)`` keeps them), they are reduced in
-place. Otherwise, the next gradients may be copied in only if nothing else references the buffer. Three can: a
-parameter, a user who kept ``parameter.grad``, and a user who kept a tensor made from it (``grad.detach()``). If
-anything outside still references the buffer, the gradients are copied to another.
+After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. If the next
+backward adds to these views (``zero_grad(set_to_none=False)`` keeps them), and all gradients still are views, they are
+reduced in place. Otherwise the next gradients are copied into this buffer, if nothing else references it, or else into
+another one. Three can reference it: a parameter, a user who kept ``parameter.grad``, and a user who kept a tensor made
+from it (``grad.detach()``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FlatBuffer:
         self._references = self._count_references()
 
     def holds(self) -> list[bool]:
-        """Per parameter, whether its gradient is the view of this buffer."""
+        """Return, for each parameter, whether its gradient is the view of this buffer."""
         return [parameter.grad is view for parameter, view in zip(self._parameters, self.views, strict=True)]
 
     def is_aliased(self) -> bool:
@@ -51,7 +51,7 @@ class FlatBuffer:
 
 
 class BufferPool:
-    """The buffers of one bucket: usually one :class:`FlatBuffer`, two if gradients are kept for a step."""
+    """The buffers of one bucket: usually one :class:`FlatBuffer`, two if the user keeps gradients for a step."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class BufferPool:
         self.parameters = list(parameters)
         self._tail = tail
         self._allocate = allocate
-        self._memories: list[FlatBuffer] = []  # the latest is the last
+        self._memories: list[FlatBuffer] = []  # the latest at the end
 
     def take(self, in_place: bool = False) -> FlatBuffer:
-        """A buffer without outside references.
+        """Return a buffer that nothing outside references.
 
         Args:
-            in_place: Whether it may be the one that holds all gradients already.
+            in_place: Return the buffer that holds all gradients already instead, if there is one.
         """
         for memory in self._memories if in_place else []:
             if all(memory.holds()):
@@ -76,7 +76,7 @@ class BufferPool:
                 return memory
         free = [memory for memory in self._memories if not memory.is_aliased()]
         taken = free[0] if free else self._make()
-        # Where only the user references a buffer, keep the latest: who keeps gradients for one step lets go of it then.
+        # Of the buffers that only the user references, keep the latest: users who keep gradients for a step free it.
         latest = self._memories[-1:]
         self._memories = [
             memory for memory in self._memories if memory not in free and (memory in latest or any(memory.holds()))

@@ -1,4 +1,4 @@
-"""All-reduce by the process group's collectives: gloo or NCCL."""
+"""All-reduce by the collectives of the process group: gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ An all-gather needs half the rounds of gloo's ring all-reduce but moves more byt
 ranks, it took 0.4 to 0.7 of the time up to 160 KB per rank; at about 480 KB they were equal.
 """
 
-_TAG = 8  # bytes before a small sum for its tag; the widest real dtype has as many
+_TAG = 8  # bytes of the tag before a small sum; as wide as the widest real dtype, so numbers stay aligned
 
 
 class ProcessGroupAllReduce:
@@ -43,11 +43,11 @@ class ProcessGroupWork:
 
     Args:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns. Don't touch it before.
-        group: All ranks of it must start the same reductions in the same order.
+        group: The ranks' process group. All its ranks must start the same reductions in the same order.
         doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
             an error.
-        dtype: Half precision: wider numbers are rounded to it and sent; gloo sums many of them in it, too. ``None``
-            rounds nothing.
+        dtype: A dtype of half precision: wider numbers are rounded to it and sent. Large tensors, and all on GPUs, are
+            summed in it, too. ``None`` rounds nothing.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ProcessGroupWork:
         """Block until the sum is complete; for NCCL, let the current stream wait for it instead.
 
         Args:
-            whole: The group whose ranks all wait for this sum, if it is one between some of them.
+            whole: The larger group whose ranks all wait for this sum, if ``group`` has only some of them.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
@@ -92,7 +92,7 @@ class ProcessGroupWork:
 
 
 def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:
-    """The bytes of ``tensor`` after a tag, so that the ranks' messages can be contiguous in memory."""
+    """Return a message of the tag and the bytes of ``tensor``, padded so that gathered messages stay aligned."""
     message = torch.empty(_TAG + -(-tensor.nbytes // _TAG) * _TAG, dtype=torch.uint8)
     message[:_TAG].view(torch.int64).fill_(tag)
     message[_TAG : _TAG + tensor.nbytes].view(tensor.dtype).copy_(tensor)

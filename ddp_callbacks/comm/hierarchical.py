@@ -1,12 +1,12 @@
 """Hierarchical all-reduce: reduce-scatter within each node, all-reduce between nodes, all-gather within each node.
 
 gloo's ring knows no nodes: with k ranks on each of two nodes, one ring of all ranks sends 2 (2k - 1) / 2k times the
-bytes of the gradients through each node's link. Here the ranks of a node first add up what they have (reduce-scatter,
-in shared memory); each node leader then sums its shard with the leaders on the other nodes, so that all leaders share
-the link and it carries each byte once (2 (H - 1) / H times with H nodes); then every rank of the node gets the result
+bytes of the gradients through each node's link. Here the ranks of a node first add up their gradients (reduce-scatter,
+in shared memory). Each node leader then sums its shard with the leaders on the other nodes, so that all leaders share
+the link and it carries each byte once (2 (H - 1) / H times with H nodes). Then every rank of the node gets the result
 (all-gather). The idea is that of Jia et al., 2018 (arXiv:1807.11205).
 
-A thread sends beside training, in the order of launch, so that backward goes on::
+A thread sends while backward goes on, in the order of launch::
 
     main thread      post ────────────────── ... backward ... ────────────────── await the sum between nodes, all-gather
     its thread            reduce-scatter the shard, start its all-reduce between nodes
@@ -38,19 +38,19 @@ Sent = Future[ProcessGroupWork | None]
 Calls = queue.SimpleQueue[tuple[Callable[[], ProcessGroupWork | None], Sent] | None]
 DOING = "gradients that are summed during backward"
 CHUNK_NBYTES = 4 << 20
-"""The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
+"""Bytes of each leader's shard in a chunk of a long sum: with less, gloo's ring runs short of work."""
 
-_MAX_CHUNKS = 8  # of a sum: an inbox has room for a limited number of sums under way, and each chunk is one
+_MAX_CHUNKS = 8  # per sum: each chunk counts as a pending sum, and an inbox has room for a limited number of these
 
 
 class HierarchicalAllReduce:
-    """See :class:`.protocol.AllReduce`.
+    """All-reduce within each node through shared memory, and between nodes by gloo. See :class:`.protocol.AllReduce`.
 
     Args:
-        memory: Sums within this rank's node.
-        leaders: The leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
-        calls: Of :func:`start_thread`.
-        dtype: Between nodes, as in :class:`.group_sums.ProcessGroupWork`.
+        memory: The all-reduce within this rank's node.
+        leaders: The group of the leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
+        calls: The queue from :func:`start_thread`.
+        dtype: The dtype between nodes, as in :class:`.group_sums.ProcessGroupWork`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HierarchicalAllReduce:
         fewest = -(-tensor.numel() // (_MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT
         numel = CHUNK_NBYTES * self._memory.local_ranks.leaders // tensor.itemsize
         works = [self._launch(chunk, doing) for chunk in tensor.split(max(numel, fewest, 1))]
-        return works[-1]  # complete after the others
+        return works[-1]  # it completes after the other chunks
 
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
         work = self._memory.post(chunk, doing, HierarchicalWork)
@@ -78,7 +78,7 @@ class HierarchicalAllReduce:
         return work
 
     def _send(self, work: HierarchicalWork) -> ProcessGroupWork | None:
-        """In the thread: start to sum this rank's shard between the nodes."""
+        """Sum this rank's shard within the node, and start to sum it between the nodes. Runs in the thread."""
         shard = self._memory.reduce_scatter(work, DOING)
         if self._leaders is None or not shard.numel():
             return None
@@ -87,7 +87,7 @@ class HierarchicalAllReduce:
 
 @dataclass(eq=False)
 class HierarchicalWork(SharedMemoryWork):
-    """The handle of one chunk; see :class:`.protocol.Work`."""
+    """The work handle of one chunk; see :class:`.protocol.Work`."""
 
     sent: Sent = field(default_factory=Future)
 
@@ -99,14 +99,14 @@ class HierarchicalWork(SharedMemoryWork):
             work.wait(whole)
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether the thread has sent it within ``seconds``; every wait of the thread has a limit."""
+        """Wait up to ``seconds``; return whether the thread has started the chunk. The thread's waits have limits."""
         with suppress(TimeoutError):
             self.sent.exception(seconds)
         return self.sent.done()
 
 
 def start_thread(group: dist.ProcessGroup) -> Calls:
-    """Start a daemon thread, which cannot keep the process alive. It makes these calls in turn until ``group`` ends."""
+    """Start a daemon thread that makes the calls in the returned queue, in turn, until ``group`` ends."""
     calls: Calls = queue.SimpleQueue()
     threading.Thread(target=_run, args=(calls,), name=f"{OWN_THREADS} reduce", daemon=True).start()
     weakref.finalize(group, calls.put, None).atexit = False
@@ -120,4 +120,4 @@ def _run(calls: Calls) -> None:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
-        del item, call, future  # their tensors
+        del item, call, future  # frees their tensors

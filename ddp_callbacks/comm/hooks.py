@@ -56,15 +56,15 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The position of this bucket in the launch order, from 0."""
+        """Return the position of this bucket in the launch order, from 0."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of this backward."""
+        """Return whether this is the last bucket of this backward."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, flat."""
+        """Return all gradients of the bucket, flat."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -72,11 +72,11 @@ class GradBucket:
         self._buffer = buffer
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, in the order of their gradients in the buffer."""
+        """Return the parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views into the buffer, one per parameter, with its shape."""
+        """Return views into the buffer, one per parameter, with the parameter's shape."""
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
@@ -86,10 +86,10 @@ class FutureWork:
     """The work handle of a hook's future; see :class:`.protocol.Work`.
 
     Attributes:
-        future: Its value is the sum.
-        result: The flat tensor that receives it.
-        group: The ranks.
-        doing: The purpose.
+        future: The hook's future; its value is the averaged gradient.
+        result: The flat tensor that receives this value.
+        group: The ranks' process group.
+        doing: The purpose, for messages.
     """
 
     future: torch.futures.Future[torch.Tensor]
@@ -98,7 +98,7 @@ class FutureWork:
     doing: str
 
     def wait(self) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        """Block until ``result`` has the value. Raises :class:`PeerError` if a rank fails."""
         wait(Launched(self.future), self.doing, self.group)
         value, result = self.future.wait(), self.result  # the current stream waits, if it is on a GPU
         if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this

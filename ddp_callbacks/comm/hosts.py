@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and so how they send messages and sum."""
+"""Find which ranks of a group share a host, and choose how they send messages and sum."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ddp_callbacks.process_group.failures import enter, require_tags, tag_of
 
 OPENING = "the hosts of the ranks"
 
-_TAG = 4  # bytes for the tag of the purpose of a message
-_MAILBOXES = 3  # of a rank: for messages, and for the two moments of a sum
+_TAG = 4  # bytes before a message for the tag of its purpose
+_MAILBOXES = 3  # per rank: one for messages, and one for each of the two posts of a sum
 _say_once = cache(say)
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Hosts] = weakref.WeakKeyDictionary()
 
@@ -38,9 +38,9 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
     """Gather every rank's message, in rank order. A collective; blocks until all ranks have called it.
 
     Args:
-        message: Of any length on each rank.
+        message: This rank's message, of any length.
         doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
-        group: ``None`` is the default group; it has at least two ranks.
+        group: The ranks' process group, of at least two ranks; ``None`` is the default group.
 
     Raises:
         MismatchError: Another rank is in another exchange.
@@ -52,7 +52,7 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
     try:
         gathered = messenger.gather(tag_of(doing).to_bytes(_TAG, "little") + message, doing)
     except BaseException:
-        # The ranks may have been cut at different places: let the next run notice, and form a new group.
+        # The exchange may have broken off at different places: let the next run notice, and form a new group.
         enter(f"{doing}, broken off on rank {dist.get_rank()}")
         raise
     require_tags([found[:_TAG] for found in gathered], doing, group)
@@ -60,8 +60,8 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
 
 
 def new_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> dist.ProcessGroup | None:
-    """As :func:`.subgroups.make_subgroup`. A collective."""
-    hosts_of(group)  # this makes groups, too
+    """Make a process group of some of a group's ranks, see :func:`.subgroups.make_subgroup`. A collective."""
+    hosts_of(group)  # before we count groups: it makes some
     return make_subgroup(ranks, group, partial(all_gather_bytes, doing="further process groups", group=group), backend)
 
 
@@ -80,7 +80,7 @@ def choose_all_reduce(
 
 
 def hosts_of(group: dist.ProcessGroup) -> Hosts:
-    """The hosts of ``group``; the first call for a group is a collective."""
+    """Return the hosts of ``group``; the first call for a group is a collective."""
     group = cpu_group(group)
     if group not in _opened:
         enter(OPENING)
@@ -92,10 +92,10 @@ class Hosts:
     """The hosts of a group. Either the ranks of every host share memory or none do. The constructor is a collective.
 
     Attributes:
-        ranks: The ranks of the group, host by host; if they share no memory, each by itself.
-        problem: Why they share no memory; empty if they do.
+        ranks: One list of ranks per host; if they share no memory, one per rank.
+        problem: Why the ranks share no memory; empty if they do.
         messenger: Gathers bytes from all ranks.
-        memory: Sums between the ranks of this host, if they share memory.
+        memory: The all-reduce between the ranks of this host; ``None`` if they share no memory.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -111,7 +111,7 @@ class Hosts:
             weakref.finalize(group, opened.pop_all().close).atexit = False
 
     def _share(self, group: dist.ProcessGroup, opened: ExitStack) -> None:
-        """Open what the ranks of each host share. Raises :class:`_NotShared`."""
+        """Open the mailboxes and the shared memory of each host. A collective. Raises :class:`_NotShared`."""
         names, pids, inboxes = zip(*self._make_everywhere(partial(_make_inboxes, opened)), strict=True)
         self.ranks = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
         if len(self.ranks) == len(names):
@@ -127,13 +127,13 @@ class Hosts:
         self.messenger = HostMessenger(self.ranks, messages, leaders, group)
 
     def _make_leaders(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-        """The first ranks of each host, which exchange the messages of their hosts."""
+        """Make a group of each host's first rank, to exchange the hosts' messages; ``None`` on others. A collective."""
         first = [ranks[0] for ranks in self.ranks]
         gather = partial(self.messenger.gather, doing=OPENING)
         return make_subgroup(first if group.rank() in first else [], group, gather)
 
     def _make_everywhere(self, make: Callable[[], Any]) -> list[Any]:
-        """What each rank has made. A collective; raises :class:`_NotShared`, on all ranks alike, if one cannot."""
+        """Return each rank's ``make()``. A collective; raises :class:`_NotShared` on all ranks if one fails."""
         made, problem = None, ""
         try:
             made = make()
@@ -152,7 +152,7 @@ class Hosts:
         return len(self.ranks) == 1
 
     def all_reduce(self, dtype: torch.dtype | None = None) -> AllReduce:
-        """The fastest all-reduce; rounded to ``dtype`` between hosts. A collective; rank 0 logs how the ranks sum."""
+        """Return the fastest all-reduce; it rounds to ``dtype`` between hosts. A collective; rank 0 logs the choice."""
         group = alive(self._group)
         if group.rank() == 0:
             _say_once(f"summing CPU tensors using {self._describe()}")
@@ -162,9 +162,9 @@ class Hosts:
 
     @cached_property
     def between(self) -> tuple[dist.ProcessGroup | None, Calls]:
-        """The leaders of this rank's shard, and the thread that sends it to them. A collective on first use."""
+        """The group of the leaders of this rank's shard, and the queue of the thread. A collective on first use."""
         group = alive(self._group)
-        shards = zip(*self.ranks, strict=False)  # as many as the smallest host has ranks
+        shards = zip(*self.ranks, strict=False)  # one shard for each rank of the smallest host
         own = next((ranks for ranks in shards if group.rank() in ranks), ())
         return new_subgroup(own, group), start_thread(group)
 
@@ -183,6 +183,6 @@ class _NotShared(Exception):
 
 
 def _make_inboxes(opened: ExitStack) -> list[Any]:
-    """This process, as others find it, and its inboxes. Raises OSError if it cannot or should not share memory."""
+    """Return this process's host, id and new inboxes. Raises OSError if it cannot or should not share memory."""
     require_sharing()
     return [environment.host_identity(), os.getpid(), [make_inbox(opened) for _ in range(_MAILBOXES)]]

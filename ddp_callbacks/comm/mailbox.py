@@ -1,10 +1,10 @@
 """Messages between the processes of one host: each has an inbox, a pipe that the others open through /proc.
 
 [Note: posts]
-All ranks post in the same order, so the n-th post of a rank belongs to the n-th operation, and operations that were
-abandoned are passed over by counting on. A pipe takes a short message whole or not at all. Writing to a pipe and
-reading from it lock it in the kernel, which orders memory: whoever has read a post sees what its sender wrote before,
-on weakly ordered processors too.
+All ranks post in the same order, so each rank's n-th post belongs to the n-th operation. Counting skips the posts of
+abandoned operations. A pipe takes a short message whole or not at all. Writes to a pipe and reads from it lock it in
+the kernel, which orders memory: a process that has read a post sees everything that the sender wrote to shared memory
+before, on weakly ordered processors too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ddp_callbacks.process_group.diagnosis import ProcessEnded
 from ddp_callbacks.process_group.failures import wait
 
 _HEAD = struct.Struct("=HH")  # before each post: the position of its sender, and its length
-_USUAL = 1 << 16  # bytes of a pipe
-_CAPACITY = 1 << 18  # if the system allows it; all pipes of a user together may have 64 MiB
-_CHUNK = 1 << 16  # bytes that are read at once
+_USUAL = 1 << 16  # default size of a pipe, in bytes
+_CAPACITY = 1 << 18  # bytes of an inbox, if the system allows it; all pipes of a user together may have 64 MiB
+_CHUNK = 1 << 16  # bytes per read
 _SPINS = 50  # attempts before sleeping: the usual wait is shorter than falling asleep and waking up
 
 
@@ -40,10 +40,10 @@ class LocalRanks:
     """The ranks of one host.
 
     Attributes:
-        ranks: Their ranks in the group.
+        ranks: The ranks of this host, by their numbers in the group.
         pids: Their process ids.
-        local_rank: The position of this rank among them.
-        leaders: The number of node leaders, which sum a shard each; they are the first ranks.
+        local_rank: The position of this rank in ``ranks``.
+        leaders: The number of node leaders: the first ranks, each of which sums a shard.
     """
 
     ranks: list[int]
@@ -54,7 +54,7 @@ class LocalRanks:
 
 def make_inbox(opened: ExitStack) -> int:
     """Make a pipe for a :class:`Mailbox`; return the descriptor that the others open. ``opened`` closes it."""
-    ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # without its other end, a pipe would be at its end
+    ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # both stay open: without a writer, reads report the end of the file
     for fd in ends:
         opened.callback(os.close, fd)
     with suppress(OSError):
@@ -63,16 +63,17 @@ def make_inbox(opened: ExitStack) -> int:
 
 
 class Mailbox:
-    """Posts of each rank of a host to all others. One thread posts and one collects.
+    """Sends short posts from each rank of a host to all others of it. One thread posts, and one collects.
 
     Attributes:
         room: The longest post, in bytes: a rank may post twice before others read it.
+        timeout: The timeout of the process group.
 
     Args:
-        group: The group of these ranks.
+        group: The process group, which may have ranks on other hosts, too.
         local_ranks: The ranks of this host.
-        inboxes: The descriptor of each one's inbox, in its process.
-        opened: Closes what is opened here.
+        inboxes: The descriptor of each rank's inbox, in the process of that rank.
+        opened: Closes the descriptors that this opens.
 
     Raises:
         OSError: An inbox cannot be opened.
@@ -88,14 +89,14 @@ class Mailbox:
         self._paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
         self._outboxes = []
         for path in self._paths[: self._here] + self._paths[self._here + 1 :]:
-            # For reading too: writing to a process that has ended is no error.
+            # Open it for reading too: writing to the inbox of a process that has ended is then no error.
             self._outboxes.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
             opened.callback(os.close, self._outboxes[-1])
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
-        self._counts = [0] * len(inboxes)  # posts of each rank
-        self._posts: list[dict[int, bytes]] = [{} for _ in inboxes]  # of each rank, by number
-        self._rest = b""  # the begin of a post
+        self._counts = [0] * len(inboxes)  # the number of posts of each rank
+        self._posts: list[dict[int, bytes]] = [{} for _ in inboxes]  # each rank's posts, by number
+        self._rest = b""  # a post that was read in part
 
     def post(self, content: bytes = b"") -> int:
         """Post to all others; return how often this rank has posted. Does not block."""
@@ -111,7 +112,7 @@ class Mailbox:
         return self._counts[self._here]
 
     def collect(self, number: int, doing: str) -> list[bytes]:
-        """What each rank has posted as its post of this ``number``. Blocks until all have.
+        """Return each rank's post with this ``number``. Blocks until all ranks have posted it.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
@@ -127,24 +128,24 @@ class Mailbox:
         return [posts.get(number, b"") for posts in self._posts]
 
     def exchange(self, content: bytes, doing: str) -> list[bytes]:
-        """Post ``content``, and collect what the others post for the same purpose."""
+        """Post ``content``; return each rank's post for the same exchange. Blocks until all ranks have posted."""
         return self.collect(self.post(content), doing)
 
     def comes(self, number: int, seconds: float = 0.0) -> bool:
-        """Whether every rank's post of this ``number`` comes before nothing comes for ``seconds``."""
+        """Return whether every rank's post ``number`` is here. Wait for it, until nothing comes for ``seconds``."""
         while min(self._counts) < number:
             if not self._read() and not (seconds and self._poll.poll(seconds * 1000)):
                 return False
         return True
 
     def dead(self, number: int) -> set[int]:
-        """The ranks whose processes have ended without the post of this ``number``."""
+        """Return the ranks whose processes have ended without post ``number``."""
         ended = [index for index, path in enumerate(self._paths) if not os.path.exists(path)]
         self.comes(number)  # the post may have come before its sender ended
         return {self._ranks[index] for index in ended if self._counts[index] < number}
 
     def _read(self) -> bool:
-        """Note what has come, if anything has."""
+        """Read the inbox and note its posts; return whether there was anything to read. Does not block."""
         try:
             data, at = self._rest + os.read(self._inbox, _CHUNK), 0
         except BlockingIOError:
@@ -167,14 +168,14 @@ class Mailbox:
 
 @dataclass
 class Arrival:
-    """The posts of a number, as :func:`ddp_callbacks.process_group.failures.wait` waits for them."""
+    """Every rank's post ``number``, for :func:`ddp_callbacks.process_group.failures.wait` to wait for."""
 
     mailbox: Mailbox
     number: int
     since: float = field(default_factory=time.monotonic)
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether they come within ``seconds``.
+        """Wait about ``seconds``; return whether the posts are here.
 
         Raises:
             ProcessEnded: The process of a rank has ended before it has posted.

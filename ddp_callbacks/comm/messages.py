@@ -1,7 +1,7 @@
 """Two ways to gather bytes from all ranks: through the process group, and through the inboxes of each host.
 
-Between several hosts, the ranks of each host gather what they have, one rank of each host exchanges it with those of
-the other hosts, and its host gathers that in turn.
+With several hosts, the ranks of each host gather their messages. One rank of each host exchanges these with the other
+hosts, and passes the result to the ranks of its host.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from ddp_callbacks.comm.segments import path_of
 from ddp_callbacks.process_group.failures import launching, wait
 
 _HEAD = 8  # bytes for the length of a message
-_ROOM = 8192  # bytes of a message that all ranks of a process group send at once; what is longer follows
-_SHORT, _LONG = b"s", b"l"  # a post holds the message, or the process and descriptor of a file with it
+_ROOM = 8192  # bytes of each message in the first round; the rest of a longer one follows
+_SHORT, _LONG = b"s", b"l"  # a post holds the message, or the path in /proc of a file with it
 
 
 class GroupMessenger:
-    """By the collectives of a process group for CPU tensors.
+    """Gathers messages by the collectives of a process group for CPU tensors.
 
     Args:
-        whole: The group whose ranks all wait for this exchange, if it is one between some of them.
+        group: The ranks' process group.
+        whole: The larger group whose ranks all wait for this exchange, if ``group`` has only some of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, whole: dist.ProcessGroup | None = None) -> None:
         self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """Every rank's message, of any length, in rank order. Blocks until all have called it.
+        """Return every rank's message, of any length, in rank order. Blocks until all have called it.
 
-        What does not fit into the first round is broadcast by each rank that has more.
+        If a message does not fit into the first round, its rank broadcasts the rest.
         """
         group, whole = alive(self._group), alive(self._whole)
         size = _HEAD + _ROOM
@@ -67,19 +68,19 @@ class GroupMessenger:
 
 
 class HostMessenger:
-    """Through the inboxes of each host, and by a process group of one rank of each host.
+    """Gathers messages through the inboxes of each host, and by a process group of one rank of each host.
 
     Args:
         hosts: The ranks of each host.
-        mailbox: That of this host.
-        leaders: The group of the first ranks of several hosts, on these.
+        mailbox: The mailbox of this host.
+        leaders: The group of the hosts' first ranks; ``None`` on other ranks, and with one host.
         whole: The group of all ranks.
     """
 
     def __init__(
         self, hosts: list[list[int]], mailbox: Mailbox, leaders: dist.ProcessGroup | None, whole: dist.ProcessGroup
     ) -> None:
-        self._hosts, self._mailbox, self._leaders = hosts, mailbox, leaders  # which keeps the group alive
+        self._hosts, self._mailbox, self._leaders = hosts, mailbox, leaders  # keeps the group of the leaders alive
         self._between = None if leaders is None else GroupMessenger(leaders, whole)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
@@ -103,7 +104,7 @@ class HostMessenger:
             posts = self._mailbox.exchange(post, doing)
             messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
             if any(post[:1] == _LONG for post in posts):
-                self._mailbox.exchange(b"", doing)  # all have read it
+                self._mailbox.exchange(b"", doing)  # keep the file until all have read it
             return messages
 
 
@@ -112,7 +113,7 @@ def _tensor_in(memory: bytearray) -> torch.Tensor:
 
 
 def _join(messages: Iterable[bytes]) -> bytes:
-    """The messages one after another, each behind its length."""
+    """Join messages, each behind its length."""
     return b"".join(len(message).to_bytes(_HEAD, "little") + message for message in messages)
 
 

@@ -1,15 +1,15 @@
-"""What the ranks tell each other behind the gradients of a backward, as numbers that are summed.
+"""The metadata of a backward: numbers that the ranks send behind its gradients, and sum.
 
 [Note: metadata]
 Two things are known only when backward ends: which parameters were used, and whether a bucket must be sent again. If
 control flow differs between ranks, so do these. They are sent behind the gradients of the last bucket, which is
-therefore never launched before the end: ``[trained, dirty (one per bucket), used (one per parameter)]``, each summed
+therefore launched only at the end: ``[trained, dirty (one per bucket), used (one per parameter)]``, each summed
 over the ranks. A message of their own would cost a tenth of the step of a small model; they get one, in float64, only
 if the last bucket cannot carry them: low precision, compression, a communication hook. Gradients on GPUs never carry
 them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
 still notices in each step if another rank has failed.
 
-Behind them are numbers of each rank: its weight, and what the caller sends, which saves a message. Each rank writes to
+Behind them are numbers of each rank: its weight, and the caller's numbers, which saves a message. Each rank writes to
 its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
 which float32 holds exactly, whatever their bits.
 """
@@ -31,8 +31,8 @@ class MetadataFormat:
 
     Attributes:
         counts: How many numbers are summed.
-        rank, world_size: This rank, and how many there are.
-        numbers: How many of each rank travel along.
+        rank, world_size: This rank, and the number of ranks.
+        numbers: How many numbers each rank sends along to be gathered.
     """
 
     counts: int
@@ -46,14 +46,14 @@ class MetadataFormat:
         return self.counts + self.world_size * self.numbers * _PIECES
 
     def encode(self, counts: Sequence[float], numbers: Sequence[float]) -> torch.Tensor:
-        """This rank's message."""
+        """Return this rank's message: ``counts`` to sum, then ``numbers`` in its own place."""
         width = self.numbers * _PIECES
         places = [0] * (self.world_size * width)
         places[self.rank * width : (self.rank + 1) * width] = array("h", array("d", numbers).tobytes())
         return torch.tensor([*counts, *places], dtype=torch.float64)
 
     def decode(self, summed: torch.Tensor) -> tuple[list[float], list[list[float]]]:
-        """The sums, and the numbers of each rank."""
+        """Return the sums, and the numbers of each rank, by rank."""
         values = summed.tolist()
         numbers = array("d", array("h", map(int, values[self.counts :])).tobytes()).tolist()
         by_rank = [numbers[at : at + self.numbers] for at in range(0, len(numbers), self.numbers)]

@@ -1,4 +1,4 @@
-"""All-gather of a few float64."""
+"""All-gather a few float64 numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_callbacks.process_group import resolve_group
 
 
 class ScalarExchange:
-    """All-gathers a few numbers per rank, as one row for each. It needs at least two ranks."""
+    """All-gathers one row of a few numbers per rank. It needs at least two ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = resolve_group(group)

@@ -1,4 +1,4 @@
-"""The segments of shared memory that a rank offers to the others of its host.
+"""Segments of shared memory, which a rank opens to the other ranks of its host.
 
 [Note: memory without a name]
 A memfd segment has no name, so nothing stays in /dev/shm however the processes end, and a container's small /dev/shm is
@@ -21,9 +21,9 @@ SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
 """Environment variable: 0 on any rank turns shared memory off, on all."""
 
 Segment = tuple[int, int]
-"""A segment, as its rank tells the others: inode and descriptor.
+"""How a rank names a segment to the others: inode and descriptor.
 
-The descriptor may be that of an earlier segment, which the other ranks have still mapped; the inode is not.
+It may reuse the descriptor of an earlier segment, which the others still have mapped, but not the inode.
 """
 
 
@@ -38,18 +38,18 @@ def require_sharing() -> None:
 
 
 def path_of(pid: int, fd: int) -> str:
-    """Where the other processes of a host find what a process has opened."""
+    """Return the path by which other processes of the host open the descriptor ``fd`` of process ``pid``."""
     return f"/proc/{pid}/fd/{fd}"
 
 
 @outside_inference_mode
 def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
-    """A flat CPU tensor in a segment of its own, which is freed with it. Local."""
+    """Allocate a flat CPU tensor in a segment of its own, which is freed with it; return both. Local."""
     nbytes = max(numel, 1) * dtype.itemsize  # an empty tensor has no address
     try:
         with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
             file.truncate(nbytes)
-            # As torch does for tensors that it sends to other processes: so it can send this one without moving it.
+            # Use torch's own shared storage: torch can then send the tensor to other processes without moving it.
             storage, kept = shared_storage(file.fileno(), nbytes)
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(

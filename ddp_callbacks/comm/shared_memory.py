@@ -44,9 +44,10 @@ class SharedMemoryAllReduce:
     Every rank must launch the same sums in the same order.
 
     Args:
-        group: The group of these ranks.
+        group: The process group, which may have ranks on other nodes, too.
         local_ranks: The ranks on this node.
-        posted, done: Tell the others that a bucket can be read, and that this rank has summed its shard.
+        posted: The mailbox that tells the others that a bucket can be read.
+        done: The mailbox that tells them that this rank has written its shard of the sum to every rank.
     """
 
     exact = True
@@ -54,20 +55,20 @@ class SharedMemoryAllReduce:
     def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, posted: Mailbox, done: Mailbox) -> None:
         self.group, self.local_ranks = weakref.ref(group), local_ranks
         self._posted, self._done = posted, done
-        # This rank's shards of all ranks' memory, by what identifies them. They keep that memory, so they are forgotten
-        # whenever a segment of this rank is freed: the other ranks then free theirs.
+        # This rank's shards of all ranks' memory, by position, post and dtype. They keep that memory mapped, so they
+        # are dropped whenever a segment of this rank is freed: the other ranks then free theirs.
         self._shards: dict[tuple[int, bytes, torch.dtype], torch.Tensor] = {}
-        self._segments: dict[int, segments.Segment] = {}  # by the address of what was allocated in each
+        self._segments: dict[int, segments.Segment] = {}  # by the address of the tensor in each
         # Keeps each buffer until every rank has finished: a peer may not have mapped it yet, even if this rank does not
         # wait.
         self._pending: deque[SharedMemoryWork] = deque()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """A flat CPU tensor that the other ranks can map. Local. Its segment is freed with it."""
+        """Allocate a flat CPU tensor that the other ranks can map. Local. Its segment is freed with it."""
         tensor, segment = segments.allocate(numel, dtype)
         address = tensor.untyped_storage().data_ptr()
         self._segments[address] = segment
-        # Not this object, whose pending sums hold their tensors: the registry of finalizers would keep all of them.
+        # Don't bind this object: its pending sums hold their tensors, which the registry of finalizers would keep.
         weakref.finalize(tensor, self._segments.pop, address, None).atexit = False
         weakref.finalize(tensor, self._shards.clear).atexit = False
         return tensor
@@ -126,7 +127,7 @@ class SharedMemoryAllReduce:
 
     @outside_inference_mode
     def _shard(self, index: int, post: bytes, like: torch.Tensor, doing: str) -> torch.Tensor:
-        """This rank's shard of a rank's memory. Usually, a step sums the same memory as the previous one."""
+        """Return this rank's shard of a rank's memory; from the cache if the same memory was summed before."""
         key = index, post, like.dtype
         if key not in self._shards:
             _, fd, at, nbytes, _ = _POST.unpack(post)
@@ -135,7 +136,7 @@ class SharedMemoryAllReduce:
             # user.
             whole = self._map(index, fd, doing)[at : at + nbytes].view(like.dtype)
             size = -(-like.numel() // (self.local_ranks.leaders * ALIGNMENT)) * ALIGNMENT
-            start = self.local_ranks.local_rank * size  # beyond the end on a rank that is no leader
+            start = self.local_ranks.local_rank * size  # past the end (empty) on a rank that is no leader
             self._shards[key] = whole[start : start + size]
         return self._shards[key]
 
@@ -161,10 +162,11 @@ class SharedMemoryWork:
     """The work handle of a sum over the ranks of a node; :meth:`SharedMemoryAllReduce.launch` makes it.
 
     Attributes:
+        memory: The all-reduce that this sum belongs to.
         tensor: The tensor that is summed, in place.
         number: The number of the post that announces this sum, and of the post that finishes it.
         doing: The purpose.
-        shards: This rank's shard of every rank's memory once it is being summed; the first one holds the sum.
+        shards: This rank's shard of every rank's memory, once it sums them; the first one then holds the sum.
         is_gathered: Whether this rank has written its shard everywhere.
     """
 
@@ -176,7 +178,7 @@ class SharedMemoryWork:
     is_gathered: bool = False
 
     def reduce(self, doing: str) -> None:
-        """Sum this rank's shard, which ``doing`` needs. Blocks until every rank of the node has posted."""
+        """Sum this rank's shard, for a wait for ``doing``. Blocks until every rank of the node has posted."""
         self.memory.reduce_scatter(self, doing)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Further process groups: of some of a group's ranks, and for CPU tensors."""
+"""Make more process groups: of some of a group's ranks, and for CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = w
 
 
 def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """``group``, or a gloo group of the same ranks if ``group`` is for GPUs only (``init_process_group("nccl")``).
+    """Return ``group``, or a gloo group of the same ranks if it is for GPUs only (``init_process_group("nccl")``).
 
-    Control numbers must not wait for a GPU, and a wait for a GPU cannot end early when another rank has failed. A
+    Control messages must not wait for a GPU, and a wait for a GPU cannot end early when another rank has failed. A
     collective on first use, if the gloo group must be made.
     """
     if torch.device("cpu") in devices_of(group):
@@ -35,15 +35,18 @@ def make_subgroup(
     gather: Callable[[bytes], list[bytes]],
     backend: str = "",
 ) -> dist.ProcessGroup | None:
-    """Make a process group, with the timeout of ``group``, of each of some disjoint parts of its ranks.
+    """Make a process group of each of some disjoint parts of a group's ranks; return the one with this rank.
+
+    A collective of ``group``. The new groups have its timeout.
 
     Args:
         ranks: The part with this rank; empty if it is in none. torch orders the new group by the global ranks.
         gather: Gathers a message of each rank, in rank order.
-        backend: For example that of ``group``, if every rank is in a part; its backend for CPUs if empty.
+        backend: The new groups' backend; empty for the CPU backend of ``group``. Another one, such as that of
+            ``group``, needs every rank in a part.
     """
-    # torch names a new group after the number of groups that its ranks are in, and would wait for ranks that take
-    # another name. Groups of one rank make up for those that only other ranks are in.
+    # torch numbers a new group by how many groups a rank is in already, and ranks with different numbers would wait for
+    # each other. Groups of one rank make up for the groups that only other ranks are in.
     counts = list(map(int, gather(b"%d" % count_of_own_groups())))
     for _ in range(max(counts) - counts[group.rank()]):
         _make([group.rank()], group)

@@ -20,7 +20,7 @@ Hook = Callable[[torch.Tensor], None]
 
 
 class Switch:
-    """Whether a backward synchronizes; otherwise its gradients are only noted as used."""
+    """Whether backwards synchronize (``enabled``); otherwise gradients are only noted as used."""
 
     enabled = True
 
@@ -29,12 +29,13 @@ class BackwardHooks:
     """Hooks on the parameters of a reducer, from construction to :meth:`close`.
 
     Args:
-        switch: Whether they synchronize.
+        reducer: The reducer that they call.
+        switch: Whether the backwards synchronize.
     """
 
     def __init__(self, reducer: Reducer, switch: Switch) -> None:
         self._reducer, self._switch = reducer, switch
-        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
+        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # returns that of the running backward
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
         self._lock = threading.RLock()  # autograd has a thread per device
         places = {slot: (bucket, at) for bucket in reducer.buckets for at, slot in enumerate(bucket.slots)}
@@ -45,7 +46,7 @@ class BackwardHooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def synchronize(self) -> None:
-        """Join a synchronization outside of backward; during one, its end synchronizes. A collective."""
+        """Synchronize now. A collective. Does nothing during a backward, whose end synchronizes."""
         if self._graph_task() is None:
             self._begin()
             self._reducer.finish()
@@ -64,7 +65,7 @@ class BackwardHooks:
                 if not parameter.requires_grad:
                     return  # frozen after the forward pass: autograd calls its hook, but adds nothing to its gradient
                 self._reducer.used[slot] = True
-                if self._switch.enabled and bucket is not None:  # sparse gradients are in none
+                if self._switch.enabled and bucket is not None:  # sparse gradients are in no bucket
                     self._reducer.mark(bucket, position)
 
         return hook
@@ -92,7 +93,7 @@ class BackwardHooks:
 
     def _end_of_graph_task(self, task: _GraphTask) -> None:
         if self._graph_task() is not task:
-            return  # of an earlier backward: its hook has stayed in a graph that was kept
+            return  # a hook of an earlier backward, left over in a retained graph
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost one ends here.
         node = current_node()
         if node is None:
@@ -108,8 +109,12 @@ def refuse_foreign_hooks(
     """Refuse other hooks on gradient accumulation: they would see, or consume, the local gradient.
 
     Args:
+        parameters: The parameters to check.
         names: The names of the parameters, by id.
-        own: The ids of the handles of hooks that may be there.
+        own: The handle ids of hooks that are allowed.
+
+    Raises:
+        ConfigurationError: A parameter has another such hook.
     """
     for parameter in parameters:
         for key, hook in hooks_on_accumulation(parameter).items():

@@ -1,15 +1,15 @@
-"""One synchronization of gradients: which buckets are sent when, and what their sums become.
+"""Synchronize gradients: decide when to send each bucket, and write the sums back as gradients.
 
 [Note: which parameters are trained]
-Buckets of frozen parameters are not sent. Which parameters are frozen may change, and by mistake on some ranks only;
-they would then sum different buckets. So a backward sends the buckets that earlier backwards predict, which all ranks
-have seen, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise, buckets
-missing from the prediction follow; buckets predicted in vain were zeros.
+Buckets of frozen parameters are not sent. A program may freeze other parameters during a run, by mistake on some ranks
+only; the ranks would then sum different buckets. So a backward sends the buckets that all ranks predict alike from
+earlier backwards, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise,
+buckets missing from the prediction follow; buckets predicted in vain contain zeros.
 
 [Note: a gradient that comes twice]
 With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
-launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send
-what was added to the bucket, and from then on it waits for the end of backward.
+launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send the
+late contributions to the bucket as well, and from then on launch this bucket at the end of backward.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ class Reducer:
     """Synchronizes the gradients of parameters, once per :meth:`begin` and :meth:`finish`.
 
     Attributes:
-        parameters: The dense ones, then the sparse ones.
-        names: Their names, by id.
-        dense: How many are dense.
-        used: Per parameter, whether it has a gradient since the last synchronization.
-        buckets: Of the dense ones.
+        parameters: The parameters with dense gradients, then those with sparse gradients.
+        names: The names of the parameters, by id.
+        dense: The number of parameters with dense gradients.
+        used: For each parameter, whether it has a gradient since the last synchronization.
+        buckets: The buckets of the dense gradients.
         weighing: The weights of this rank's backwards.
-        rounds: How many synchronizations are complete.
-        outgoing: The numbers that travel with the next synchronization.
-        carried: The numbers of all ranks that traveled with one last, by rank.
+        rounds: The number of complete synchronizations.
+        outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
+        carried: All ranks' numbers from the last synchronization that had some, by rank.
 
     Args:
-        room: How many numbers of each rank can travel along.
+        dense, sparse: The parameters with dense and with sparse gradients.
+        names: The names of the parameters, by id.
+        sums: Sums the gradients over the ranks.
+        bucket_cap_mb: The size in MiB at which a bucket is closed.
+        room: How many numbers each rank can send along.
     """
 
     def __init__(
@@ -70,20 +74,20 @@ class Reducer:
             for index, slots in enumerate(assigned)
         ]
         self._forecast = Forecast([bucket.index for bucket in self.buckets if bucket.active])
-        self._planned: list[Bucket] = []  # that the backward should fill, in launch order
-        self._launched = 0  # of these
-        self._carries_metadata = False  # the last of these
-        self._scale = 1.0  # for gradients before the sum
-        self._is_finished = True  # not after an exception has ended the backward
+        self._planned: list[Bucket] = []  # the buckets that this backward should fill, in launch order
+        self._launched = 0  # how many planned buckets are launched
+        self._carries_metadata = False  # whether the last planned bucket does
+        self._scale = 1.0  # the factor for gradients before the sum
+        self._is_finished = True  # False after an exception has ended a backward
 
     def note_used(self, names: Container[str]) -> None:
-        """Note that parameters of these names have a gradient, which no synchronization has seen."""
+        """Note that the parameters with these names have a gradient that is not synchronized yet."""
         for slot, parameter in enumerate(self.parameters):
             self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
 
     def begin(self) -> None:
-        """Begin a synchronization. A collective if the total weight is unknown and there was none before."""
-        if not self._is_finished:  # drop the sums and memory of the one before
+        """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
+        if not self._is_finished:  # drop the sums and memory of the previous one
             for bucket in self.buckets:
                 bucket.pool.abandon()
         self._is_finished = False
@@ -99,7 +103,7 @@ class Reducer:
         return float(all_reduce(torch.tensor([weight], dtype=torch.float64), "the first weight", self._group))
 
     def mark(self, bucket: Bucket, position: int) -> None:
-        """Mark a gradient as complete; launch every full bucket, in order, except one that carries the metadata."""
+        """Mark a gradient as complete; launch full buckets in order, but not the one that carries the metadata."""
         bucket.mark(position)
         if bucket.missing:
             return
@@ -109,7 +113,7 @@ class Reducer:
             self._launch(waiting)
 
     def finish(self) -> None:
-        """Send what is missing, and wait for all sums; the gradients are then those of all ranks. A collective."""
+        """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -144,13 +148,13 @@ class Reducer:
         self._sums.launch(bucket, metadata, is_last)
 
     def _message(self) -> torch.Tensor:
-        """This rank's metadata."""
+        """Return this rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
         outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
         return self._format.encode([self._trained(), *dirty, *self.used], [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
-        """A checksum of the trained parameters; float32 holds the sum over the ranks exactly."""
+        """Return a checksum of the trained parameters; float32 holds its sum over the ranks exactly."""
         checksum = 0
         for bucket in self.buckets:
             checksum = zlib.crc32(bytes(bucket.frozen), checksum)
@@ -160,18 +164,18 @@ class Reducer:
         return float(checksum % ((1 << 24) // self._group.size()))
 
     def _exchange_metadata(self) -> torch.Tensor:
-        """Wait for all buckets, and for the metadata of all ranks."""
+        """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
         for bucket in self._planned:
             bucket.wait()
         if self._carries_metadata:
             memory = self._planned[-1].memory
             assert memory is not None
             return memory.flat[memory.numel :]
-        # Not earlier: a hook may start further collectives from its futures, at a moment that differs between ranks.
+        # Not before the waits: a hook may start more collectives from its futures, at different moments on the ranks.
         return all_reduce(self._message(), "the metadata of the gradients", self._group)
 
     def _send_rest(self, filled: list[Bucket], dirty: Sequence[float]) -> None:
-        """Send again what ranks have added to a bucket since it was launched, and buckets that were not predicted."""
+        """Sum contributions to buckets launched before, and buckets that were not predicted. A collective."""
         for bucket in self.buckets:
             if dirty[bucket.index]:
                 bucket.deferred = True
@@ -200,7 +204,7 @@ class Reducer:
             self.used[slot] = self.used[slot] and self.parameters[slot].grad is not None
 
     def _require_same_trained(self, trained: float) -> None:
-        """Raise, on all ranks, if they train different parameters."""
+        """Raise on all ranks if they train different parameters."""
         if trained == self._trained() * self._group.size():
             return
         settings = {self.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}

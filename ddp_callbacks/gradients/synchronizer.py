@@ -1,4 +1,4 @@
-"""The gradient engine, as a program sees it.
+"""The gradient engine's interface for programs.
 
 One backward, on each rank::
 
@@ -6,13 +6,13 @@ One backward, on each rank::
                                            are moved into a flat buffer and its all-reduce starts
     ... more gradients ...                 the all-reduces overlap the rest of backward (in shared memory they are
                                            deferred to its end: they would compete with it for the same cores)
-    the outermost backward ends            the remaining buckets start, the last one with the metadata; we wait for
-                                           all; parameter.grad becomes a view of the reduced buffer
+    the outermost backward ends            the remaining buckets start, the last one with the metadata; the engine waits
+                                           for all; parameter.grad becomes a view of the reduced buffer
 
-So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``.
+So memory holds the gradients once, as with DDP's ``gradient_as_bucket_view``.
 
 [Note: CUDA graphs]
-Ranks exchange messages at the end of backward, which a graph cannot replay, so capturing a backward is refused.
+Ranks exchange messages at the end of backward. A graph cannot replay these, so capturing a backward raises an error.
 ``torch.cuda.make_graphed_callables`` works: the hooks run outside of its graphs. With ``torch.compile``, all gradients
 arrive at the end of the compiled backward, so the buckets of one graph don't overlap it.
 """
@@ -40,7 +40,7 @@ from ddp_callbacks.weighing import Undo
 
 
 class GradientSynchronizer:
-    """All-reduce the gradients of a module in each backward, without wrapping the module.
+    """All-reduces the gradients of a module in each backward, without wrapping the module.
 
     From construction to :meth:`close`, each backward adds to ``parameter.grad`` the sum over the ranks of ``weight /
     total weight`` times the local gradient. If you pass the number of samples to :meth:`weigh` and your loss is a mean,
@@ -52,24 +52,24 @@ class GradientSynchronizer:
     :meth:`close` each synchronizer: torch never frees a parameter with a hook that refers to it.
 
     Attributes:
-        rounds: How many synchronizations are complete; 0 with a single process.
-        room: As given.
-        carried: What the ranks passed to :meth:`carry` last, by rank.
+        rounds: The number of complete synchronizations; 0 with a single process.
+        room: The ``room`` that was passed.
+        carried: The numbers that the ranks passed to :meth:`carry` last, by rank.
 
     Args:
-        module: Its parameters are synchronized. Frozen ones cost nothing, and may be unfrozen later.
+        module: The module whose gradients are synchronized. Frozen parameters cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
             state (see :class:`ddp_callbacks.comm.hooks.GradBucket`). ``None`` is the exact all-reduce.
         compress: How to send less over the network between nodes: in half precision (``"bf16"``, ``"fp16"``) or as
             matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps every sum exact, as it always is on a
             single node.
-        process_group: ``None`` is the default group.
-        room: How many numbers of each rank can travel with the gradients (:meth:`carry`).
+        process_group: The ranks' process group; ``None`` is the default group.
+        room: How many numbers each rank can send with the gradients (:meth:`carry`).
 
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range. Here and in the first backward: a
-            parameter has a hook that is not ours (``register_post_accumulate_grad_hook``).
+            parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``).
         MismatchError: The ranks' models or settings differ. From backward: they train different parameters.
         PeerError: From backward: another rank failed or died.
     """
@@ -91,7 +91,7 @@ class GradientSynchronizer:
             check_comm_hook(comm_hook)
         self.room = room
         self._module = module
-        self._has_accumulated = False  # ever
+        self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
@@ -113,12 +113,12 @@ class GradientSynchronizer:
 
     @property
     def rounds(self) -> int:
-        """How many synchronizations are complete; 0 with a single process."""
+        """The number of complete synchronizations; 0 with a single process."""
         return 0 if self._reducer is None else self._reducer.rounds
 
     @property
     def carried(self) -> list[list[float]]:
-        """What the ranks passed to :meth:`carry` last, by rank."""
+        """The numbers that the ranks passed to :meth:`carry` last, by rank."""
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
@@ -132,7 +132,7 @@ class GradientSynchronizer:
             weight: Usually the number of samples (or tokens) that the local loss is the mean of. With 0 this rank takes
                 part, but zeros replace its contribution, which may be NaN.
             total: The sum of the ranks' weights, if known. If losses are sums, pass weight 1 and total 1 on all ranks.
-                ``None`` sends the weight along. Either all ranks pass ``None`` or none does.
+                With ``None``, the weight is sent with the gradients. Either all ranks pass ``None`` or none does.
 
         Raises:
             ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
@@ -151,8 +151,8 @@ class GradientSynchronizer:
             weight, total: As in :meth:`weigh`.
 
         Returns:
-            A function that undoes it. Call it after the backward if backwards without a weight follow; in these all
-            ranks count the same.
+            A function that undoes the weight. Call it after the backward if backwards without a weight follow; in these
+            all ranks count equally.
         """
         return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
 
@@ -189,15 +189,15 @@ class GradientSynchronizer:
             self._hooks.synchronize()
 
     def carry(self, numbers: Sequence[float]) -> None:
-        """Send numbers with the next synchronization; afterwards, ``carried`` has those of all ranks. Local.
+        """Send numbers with the next synchronization; afterwards, ``carried`` has all ranks' numbers. Local.
 
         Every rank must call it before the same synchronization.
 
         Args:
-            numbers: As many as there is room for.
+            numbers: Exactly ``room`` numbers.
 
         Raises:
-            ConfigurationError: There is room for another number of them.
+            ConfigurationError: Their count is not ``room``.
         """
         if len(numbers) != self.room:
             raise ConfigurationError(f"there is room for {self.room} numbers, got {len(numbers)}.")
@@ -207,10 +207,10 @@ class GradientSynchronizer:
             self._reducer.outgoing = numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must know to resume with the same bits: plain data and tensors, for a checkpoint. Local.
+        """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
 
-        It has the gradients if :meth:`no_sync` accumulates them, the last weights, and what PowerSGD keeps from step to
-        step. Each rank has a different one. Call it between two steps.
+        It has the gradients that :meth:`no_sync` has accumulated, the last weights, and the state of PowerSGD. Each
+        rank has a different state. Call it between two steps.
         """
         state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
         if self._reducer is None:
@@ -221,14 +221,14 @@ class GradientSynchronizer:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
 
-        With as many ranks as before, each takes its own. Otherwise accumulated gradients continue from their sum,
-        on rank 0, and PowerSGD starts from zero.
+        With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
+        accumulated gradients, and PowerSGD starts from zero.
 
         Args:
-            states: What :meth:`state_dict` has returned on each rank.
+            states: The result of :meth:`state_dict` on each rank.
 
         Raises:
-            ConfigurationError: Gradients were accumulated under weights without a total, by another number of ranks.
+            ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
         """
         rank = 0 if self._reducer is None else self._sums.group.rank()
         if len(states) == self._world_size:
@@ -247,7 +247,7 @@ class GradientSynchronizer:
         self._load_gradients(state["gradients"])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:
-        """The gradients of this rank that no synchronization has seen, by the name of the parameter."""
+        """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
         if not (self._has_accumulated if self._reducer is None else self._reducer.weighing.accumulates):
             return {}
         named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
@@ -273,7 +273,7 @@ def _nothing() -> None:
 
 
 def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
-    """The accumulated gradients of all ranks as those of one rank among ``world_size``, by parameter name."""
+    """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
     if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
         raise ConfigurationError(
             f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
@@ -295,7 +295,7 @@ def _require_same_way(
     room: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise if the ranks would sum different buckets, or use different all-reduces, and so deadlock."""
+    """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
     hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
     settings = {
         **parameter_settings(module),
@@ -314,7 +314,7 @@ def _differentiable(parameter: torch.nn.Parameter) -> bool:
 
 
 def _sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """The ids of the parameters whose gradient is sparse."""
+    """Return the ids of the parameters with sparse gradients."""
     return {
         id(layer.weight)
         for layer in module.modules()

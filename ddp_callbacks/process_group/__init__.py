@@ -2,13 +2,13 @@
 
 - :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: processes meet by a store
   and join at rank 0; :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
-- :mod:`.failures`: waits in slices, and looks in between whether another rank has failed; :mod:`.diagnosis`: why a wait
-  is in vain, or broke
-- The control channel: :mod:`.coordinator` decides in rank 0 who has failed, died or left, or waits in vain, and lists
-  the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
-- :mod:`.presence`: a rank's end of it; :mod:`.client`: its thread, what it has heard, and gatherings of all ranks;
-  :mod:`.places`: where a rank is
-- :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
+- :mod:`.failures`: waits in slices, and checks in between whether another rank has failed; :mod:`.diagnosis`: why a
+  wait is in vain, or broke
+- The control channel: :mod:`.coordinator` decides in rank 0 which ranks have failed, died or left, or wait in vain, and
+  lists the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
+- :mod:`.presence`: a rank's end of the channel; :mod:`.client`: its thread, the messages it has heard, and gatherings
+  of all ranks; :mod:`.places`: the exchange that a rank is in
+- :mod:`.votes`: votes of all ranks, which need no message if no rank wants anything
 - :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends

@@ -1,4 +1,4 @@
-"""Each rank's end of the control channel: its thread, and what it has heard."""
+"""Each rank's end of the control channel: its thread, and the messages it has heard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAVES = 2.0  # seconds that we wait for the thread to end
 
 
 class Board:
-    """The last message of each kind that a rank has heard, for the threads that wait for it."""
+    """Keeps the last message of each kind that a rank has heard, for threads that wait for it."""
 
     def __init__(self) -> None:
         self._messages: dict[tuple[str, str, int | None], Message] = {}
@@ -32,63 +32,62 @@ class Board:
         self._news = threading.Condition()
 
     def note(self, message: Message) -> None:
-        """Note a message, and wake those that wait."""
+        """Keep a message, and wake the waiting threads."""
         with self._news:
             self._messages[message["event"], message.get("about", ""), message.get("run")] = message
             self._count += 1
             self._news.notify_all()
 
     def get(self, event: str, about: str = "", run: int | None = None) -> Message | None:
-        """What was said of this event, about this, in this run."""
+        """Return the last message with this event, subject and run; ``None`` if there is none."""
         return self._messages.get((event, about, run))
 
     def pop(self, event: str, about: str = "", run: int | None = None) -> Message | None:
-        """As :meth:`get`; forget it. If several threads do that, one gets it."""
+        """Like :meth:`get`, but forget the message. If several threads call it, one gets the message."""
         with self._news:
             return self._messages.pop((event, about, run), None)
 
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> Any:
-        """Wait up to ``seconds`` until ``condition`` is true after a message; return it."""
+        """Wait up to ``seconds`` until a message makes ``condition`` true; return its value."""
         with self._news:
             return self._news.wait_for(condition, seconds)
 
     def wait_for_news(self, condition: Callable[[], Any], seconds: float) -> Any:
-        """As :meth:`wait_for`, but return after any message."""
+        """Like :meth:`wait_for`, but return after any message."""
         before = self._count
         self.wait_for(lambda: condition() or self._count != before, seconds)
         return condition()
 
     def forget_before(self, run: int) -> None:
-        """Forget what concerns the runs before ``run``."""
+        """Forget the messages of runs before ``run``."""
         with self._news:
             for key in [key for key in self._messages if key[2] is not None and key[2] < run]:
                 del self._messages[key]
 
 
 class Owner(Protocol):
-    """Whom a client serves."""
+    """The object that a client calls from its thread."""
 
     def find_server(self) -> Message | None:
-        """The address of rank 0, see :class:`.server.Server`, once it is there."""
+        """Return the address of rank 0 (see :class:`.server.Server`); ``None`` while it is unknown."""
 
     def hear(self, message: Message) -> None:
-        """Called with each message that comes."""
+        """Handle a message. Called for each one."""
 
     def tick(self) -> bool:
-        """Called each :data:`TICK` seconds; whether to go on."""
+        """Return whether to go on. Called about every :data:`TICK` seconds, or more often."""
 
 
 class Client(threading.Thread):
     """This rank's connection. Its thread ends with :meth:`close`, with the connection, or if its owner says so.
 
     Args:
-        owner: Whom it serves.
+        owner: The object that handles its messages.
         hello: The first message.
         patience: Seconds within which rank 0 must be reached once its address is known.
 
     Attributes:
-        heard: What has come; and that rank 0 has gone, if the connection has ended by its death or the loss of a
-            machine.
+        heard: The messages that have come. If rank 0 dies, or a machine is lost, it also has an ``end`` that says so.
         problem: Why rank 0 could not be reached.
     """
 
@@ -96,27 +95,27 @@ class Client(threading.Thread):
         super().__init__(name=THREAD, daemon=True)
         self._owner, self._hello, self._patience = owner, hello, patience
         self.heard, self.problem = Board(), ""
-        self._since = 0.0  # when its address became known
-        self._is_over = False  # whether there is no further attempt to connect
-        self._unsent: deque[Message] = deque()  # without a connection, or while this thread sends another one
+        self._since = 0.0  # when the address of rank 0 became known
+        self._is_over = False  # whether to make no further attempt to connect
+        self._unsent: deque[Message] = deque()  # waiting for a connection, or for the end of another message
         self._is_sending = False
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # a signal's handler may send
         self._is_closing = threading.Event()
 
     def send(self, message: Message) -> None:
-        """Send it. Blocks for two seconds at most; any thread, and a signal's handler, may call it."""
+        """Send a message. Blocks for two seconds at most; any thread, and a signal's handler, may call it."""
         self._unsent.append(message)
         with self._lock:
             if self._connection is not None:
                 self._send_all(self._connection)
 
     def _send_all(self, connection: Connection) -> None:
-        """A signal's handler may come in the middle of a message: what it sends follows."""
+        """Send all waiting messages. If a signal's handler interrupts one, the handler's message follows it."""
         while self._unsent and not self._is_sending:
             self._is_sending = True
             try:
-                with contextlib.suppress(OSError):  # the thread hears of the end of the connection
+                with contextlib.suppress(OSError):  # the thread notices the end of the connection
                     connection.send(self._unsent.popleft())
             finally:
                 self._is_sending = False
@@ -138,10 +137,10 @@ class Client(threading.Thread):
         except RuntimeError as error:  # the store's host has died
             self._lose(str(error))
         while not self._is_closing.wait(TICK) and self._owner.tick():
-            pass  # rank 0 has gone; this rank may still wait for its GPU
+            pass  # rank 0 is gone; the owner may still have to free this rank from a wait for its GPU
 
     def _serve(self) -> None:
-        """Connect if rank 0 listens, and pass on what comes, until one end closes."""
+        """Connect if rank 0 listens, and pass its messages on, until one end closes."""
         if (address := self._owner.find_server()) is None:
             return
         self._since = self._since or time.monotonic()
@@ -169,7 +168,7 @@ class Client(threading.Thread):
             end = time.monotonic() + TICK
             while selector.select(max(0.0, end - time.monotonic())):
                 for message in connection.receive():
-                    self._is_over = True  # rank 0 knows this rank, and does so once
+                    self._is_over = True  # rank 0 has admitted this rank, which it does only once
                     self.heard.note(message)
                     self._owner.hear(message)
                     if message["event"] == "closing":
@@ -182,12 +181,12 @@ class Client(threading.Thread):
 
 
 class Gathering:
-    """A value of each rank, as something to wait for: see :class:`.failures.Waitable`.
+    """Gathers one value per rank through rank 0. A :class:`.failures.Waitable`.
 
     Args:
         client: This rank's connection.
-        about: Its name.
-        run: The run that it belongs to, or :data:`.coordinator.FOREVER`.
+        about: The name of the gathering.
+        run: The run that the gathering belongs to, or :data:`.coordinator.FOREVER`.
         members: The global ranks that take part; ``None`` is all.
         timeout: How long to wait for the others.
     """
@@ -199,11 +198,11 @@ class Gathering:
         self._timeout, self._since = timeout, 0.0
 
     def ask(self, note: Any = None) -> None:
-        """Ask all for their parts; the first ``note`` counts. A signal's handler may call it."""
+        """Ask all ranks for their values; the first ``note`` counts. A signal's handler may call it."""
         self._send("ask", note=note)
 
     def put(self, value: Any) -> None:
-        """This rank's part, once."""
+        """Send this rank's value. Call it once."""
         self._since = time.monotonic()
         self._send("put", value=value)
 
@@ -211,17 +210,17 @@ class Gathering:
         self._client.send({"event": event, "about": self._about, "run": self._run, "members": self._members, **what})
 
     def asked(self) -> Message | None:
-        """The first ``note``, if all were asked."""
+        """Return the message with the first ``note``; ``None`` if no rank has asked."""
         return self._client.heard.get("asked", self._about, self._run)
 
     @property
     def values(self) -> list[Any]:
-        """By rank, once they are all here; none before."""
+        """The values of all members, in the order of ``members``; empty until the last one is here."""
         gathered = self._client.heard.get("gathered", self._about, self._run)
         return gathered["values"] if gathered else []
 
     def wait_slice(self, seconds: float) -> bool:
-        """Return early if there are news."""
+        """Wait until a message comes, up to ``seconds``; return whether all values are here."""
         if self._client.heard.wait_for_news(lambda: self.values, seconds):
             return True
         if self._client.heard.get("closing"):

@@ -1,7 +1,7 @@
 """Connections of the control channel: each message is one line of JSON.
 
-The kernel answers for a process that computes, holds the GIL or is stopped. So only a machine or a link that is lost is
-silent, and TCP sends again what an outage has swallowed.
+The kernel answers for a process that computes, holds the GIL or is stopped. So only a lost machine or link is silent,
+and TCP sends lost packets again after an outage.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ddp_callbacks.errors import ConfigurationError, say
 Message: TypeAlias = dict[str, Any]
 
 WARNING = "DDP_CALLBACKS_HEARTBEAT_WARNING"
-"""Environment variable: seconds of silence after which a machine is mentioned; default 5."""
+"""Environment variable: seconds of silence of a machine after which a warning is printed; default 5."""
 
-_SENDS = 2.0  # seconds in which a kernel takes a message, unless its process does not read for long
-_LIMIT = 1 << 22  # bytes of a message; that of the begin of a run has some 60 for each rank
+_SENDS = 2.0  # seconds in which the kernel takes a message, unless the other process has long read nothing
+_LIMIT = 1 << 22  # bytes of a message; at the begin of a run, it has about 60 per rank
 _OPTIONS = ("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 127)  # a probe each second
 _LAST_ACK = 56  # offset of tcpi_last_ack_recv, milliseconds, in Linux's tcp_info
 
 CLOSED_IN_CHILDREN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Forked children close their copies of these: a worker that outlives its process would hide the end of it."""
+"""Sockets that forked children close: a loader worker that outlives its process would hide that process's end."""
 
 
 def _close_copies() -> None:
@@ -49,9 +49,13 @@ def _seconds(name: str, default: str) -> float:
 
 
 class Connection:
-    """Takes over a connected socket.
+    """A connection of the control channel. It takes over a connected socket.
 
     Args:
+        sock: The connected socket.
+        rank: The rank at the other end; -1 if it has not said who it is.
+
+    Attributes:
         rank: The rank at the other end.
 
     Raises:
@@ -71,15 +75,15 @@ class Connection:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Give a message to the kernel. Raises OSError if the connection has ended, or its other end reads nothing."""
+        """Send a message. Raises OSError if the connection has ended, or the other end reads nothing for 2 seconds."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message]:
-        """What has come, if something has. Raises OSError at the end, ValueError if that are no messages."""
+        """Return the messages that have come. Raises OSError at the end, ValueError if the data are no messages."""
         data = self._socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the other end has closed the connection")
@@ -93,7 +97,7 @@ class Connection:
         return messages
 
     def check_silence(self) -> None:
-        """Say that the other machine has been silent for long. Raises OSError if it is given up."""
+        """Warn once if the other machine is silent for long. Raises OSError if it is silent until the timeout."""
         seconds = self._silence()
         if seconds > self._warning and not self._is_silent:
             limit = f"it is given up after {self._timeout:g} s"
@@ -103,17 +107,17 @@ class Connection:
             raise TimeoutError(f"its machine has not answered for {seconds:.0f} s")
 
     def _silence(self) -> float:
-        """Seconds since the other machine's last answer, of which one comes each second; 0 where unknown."""
+        """Return the seconds since the other machine's last answer (usually one per second); 0 if unknown."""
         with contextlib.suppress(AttributeError, OSError):
             state = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
             return float(struct.unpack_from("I", state, _LAST_ACK)[0] / 1000)
         return 0.0
 
     def end(self) -> None:
-        """Send nothing more, and let both ends hear that; what was sent still comes. Any thread may call it."""
-        with contextlib.suppress(OSError):  # it has ended
+        """End the connection for both sides; messages already sent still arrive. Any thread may call it."""
+        with contextlib.suppress(OSError):  # the connection has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it: the other end sees that."""
+        """Close the socket; the other end notices."""
         self._socket.close()

@@ -1,22 +1,23 @@
-"""What follows from what the ranks say: who has failed, died or left, who waits in vain, what all have agreed upon.
+"""Rank 0 decides from the ranks' messages which ranks have failed, died or left, and which wait in vain.
 
 A state machine in rank 0 without threads, sockets or a clock: each event is a call with the time, and returns the
-messages that follow. What a rank says (``event``), and what it hears:
+messages to send. The messages of a rank (``event``), and the answers of rank 0:
 
 ==============  ===================================================================================================
-``join``        its name and host; those who have joined hear which are ``missing``, and all hear the ``names`` when the
-                last has joined
-``wait``        it has waited long, and at which :class:`.places.Place`, or this broke. It may be ``told`` which ranks
-                are absent, as they have left; or, where it broke, who is late, though all live
-``done``        this wait has ended
-``end``         it failed in a run, or for good, or knows of a mismatch: all hear the first ``end`` of each run
-``put``         its part of a gathering; all hear what was ``gathered`` when the last has put
-``ask``         it asks for a gathering: all are ``asked`` for their parts
-``place``       where it is, if it was asked ``where``
-``leave``       it leaves; one whose connection ends without this has died, an ``end`` for good. Rank 0 says ``closing``
+``join``        The rank's name and host. Joined ranks hear which ones are ``missing``; when the last has joined, all
+                hear the ``names``.
+``wait``        The rank has waited long at a :class:`.places.Place`, or its wait broke. It may be ``told`` which
+                ranks are absent because they have left; or, if the wait broke and all ranks live, which are late.
+``done``        This wait has ended.
+``end``         The rank failed in a run, or for good, or knows of a mismatch. All hear the first ``end`` of each run.
+``put``         The rank's value for a gathering. All hear the ``gathered`` values when the last rank has put.
+``ask``         The rank asks for a gathering. All are ``asked`` for their values.
+``place``       Where the rank is, after it was asked ``where``.
+``leave``       The rank leaves. If a connection ends without this, the rank has died: an ``end`` for good. When rank
+                0 leaves, all hear ``closing``.
 ==============  ===================================================================================================
 
-Many of them are ``about`` something: the purpose of a wait, or the name of a gathering.
+Many messages are ``about`` something: the purpose of a wait, or the name of a gathering.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ddp_callbacks.process_group.places import Place
 
 FOREVER = None  # in place of a run: the end of a process
 GRACE = 2.0  # seconds within which every rank that runs answers
-LINGER = 3.0  # seconds that rank 0 waits at its end for what the others have to do or say first
-_SELDOM = 20.0  # seconds between two questions where the others are, for a rank that waits
+LINGER = 3.0  # seconds that rank 0 waits at its end, so that the others can finish
+_SELDOM = 20.0  # seconds between two questions to the other ranks where they are, while a rank waits
 REMEDY = (
     "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others must "
     "take part."
@@ -42,26 +43,26 @@ Sent: TypeAlias = list[tuple[int, Message]]
 
 @dataclass
 class _Wait:
-    """A wait of a rank: where, whether it broke, since when, when others were asked, whether the rank has an answer."""
+    """A wait of a rank."""
 
     place: Place
     broke: bool
     since: float
-    asked: float = -math.inf
-    is_told: bool = False
+    asked: float = -math.inf  # when the other ranks were last asked where they are
+    is_told: bool = False  # whether the rank has got an answer
 
 
 @dataclass
 class _Gathering:
-    """What these ranks have put; and how they were asked for it, if they were."""
+    """A gathering: the values so far, and the message that asked for them, if any."""
 
     members: list[int]
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)  # by rank
     asked: Message | None = None
 
 
 class Coordinator:
-    """The state. Times are seconds of any clock.
+    """The state machine. Times are seconds of any clock. Each public method returns the messages to send.
 
     Args:
         size: The number of ranks.
@@ -70,10 +71,10 @@ class Coordinator:
     def __init__(self, size: int) -> None:
         self._ranks = list(range(size))
         self._names: dict[int, str] = {}
-        self._counted = 0  # ranks that had joined when those heard which are missing
+        self._counted = 0  # the number of joined ranks when they last heard which are missing
         self._waits: dict[tuple[int, str], _Wait] = {}
         self._places: dict[int, tuple[float, Place]] = {}
-        self._asked: dict[int, float] = {}  # when, for those that have not answered
+        self._asked: dict[int, float] = {}  # when each rank was asked where it is, until it answers
         self._left: dict[int, tuple[float, Place]] = {}
         self._gone: set[int] = set()
         self._ends: dict[int | None, Message] = {}
@@ -81,21 +82,21 @@ class Coordinator:
         self._sent: Sent = []
 
     def receive(self, rank: int, message: Message, now: float) -> Sent:
-        """What follows from a message of a rank."""
+        """Handle a message of a rank."""
         handle = getattr(self, f"_on_{message.get('event')}", None)
         if handle is not None:
             handle(rank, message, now)
         return self._settle(now)
 
     def lose(self, rank: int, now: float) -> Sent:
-        """What follows from the end of this rank's connection."""
+        """Handle the end of a rank's connection."""
         self._forget(rank)
         if rank not in self._left and rank not in self._gone:
             self._bury([rank])
         return self._settle(now)
 
     def tick(self, now: float) -> Sent:
-        """What follows from the time."""
+        """Handle the passing of time."""
         if self._counted < len(self._names) < len(self._ranks):
             self._counted = len(self._names)
             missing = [rank for rank in self._ranks if rank not in self._names]
@@ -110,16 +111,16 @@ class Coordinator:
         return self._settle(now)
 
     def close(self) -> Sent:
-        """Rank 0 has left, and says nothing more."""
+        """End the control channel: if rank 0 has left, all ranks hear ``closing``."""
         if 0 in self._left:
             self._send(self._ranks, {"event": "closing", "place": asdict(self._left[0][1])})
         return self._take()
 
-    # --- what ranks say -----------------------------------------------------------------------------------------------
+    # --- messages of the ranks ----------------------------------------------------------------------------------------
 
     def _on_join(self, rank: int, message: Message, now: float) -> None:
         self._names[rank] = message["name"]
-        if self._asked.pop(rank, None) is not None:  # before it could hear
+        if self._asked.pop(rank, None) is not None:  # it was asked before it could hear
             self._ask_where([rank], now)
         asked = [each.asked for each in self._gatherings.values() if each.asked and rank in each.members]
         for said in [*self._ends.values(), *asked]:
@@ -169,7 +170,7 @@ class Coordinator:
         self._complete((message["about"], message["run"]))
 
     def _on_ask(self, _: int, message: Message, __: float) -> None:
-        """The first note counts."""
+        """Ask all members for their values. The first note counts."""
         gathering, about, run = self._gathering(message), message["about"], message["run"]
         if gathering.asked is None:
             gathering.asked = {"event": "asked", "about": about, "run": run, "note": message["note"]}
@@ -181,7 +182,7 @@ class Coordinator:
         return self._gatherings.setdefault(key, _Gathering(message["members"] or self._ranks))
 
     def _complete(self, key: tuple[str, int | None]) -> None:
-        """Tell all once the last has put. Of what all were asked for, ranks that have left put nothing: ``None``."""
+        """Once all members have put, tell all. If they were asked, the value of a rank that has left is ``None``."""
         gathering, (about, run) = self._gatherings[key], key
         if gathering.asked is not None:
             gathering.values = dict.fromkeys(self._left) | gathering.values
@@ -190,10 +191,10 @@ class Coordinator:
             self._send(gathering.members, {"event": "gathered", "about": about, "run": run, "values": values})
             del self._gatherings[key]
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> Sent:
-        """Tell the ranks that wait in vain, and take all messages."""
+        """Tell the ranks that wait in vain, and return all messages to send."""
         for (rank, about), wait in self._waits.items():
             answer = None if wait.is_told else self._answer(rank, wait, now)
             if answer is not None:
@@ -202,7 +203,7 @@ class Coordinator:
         return self._take()
 
     def _answer(self, rank: int, wait: _Wait, now: float) -> Message | None:
-        """Which ranks have left that this one waits for, or who is late where its wait broke; nothing if unknown."""
+        """Return which awaited ranks have left, or, if the wait broke, which are late; ``None`` if unknown."""
         absent = [
             other
             for other, (since, leaver) in self._left.items()
@@ -218,7 +219,7 @@ class Coordinator:
         return {"late": [self._elsewhere(each) for each in others if each not in silent and self._is_late(each, wait)]}
 
     def _is_heard(self, rank: int, wait: _Wait) -> bool:
-        """Whether it has answered a question that was asked after this wait broke, so that it lived then."""
+        """Whether the rank has answered a question asked after this wait broke, and so was alive then."""
         return rank in self._places and self._places[rank][0] >= wait.since
 
     def _is_late(self, rank: int, wait: _Wait) -> bool:
@@ -226,7 +227,7 @@ class Coordinator:
         return not place.waits and (not wait.place.turn or wait.place.misses(rank, place))
 
     def _elsewhere(self, rank: int) -> str:
-        """Says where this rank is, which does not wait in an exchange of this library."""
+        """Say where a rank is that does not wait in an exchange of this library."""
         place = self._places[rank][1]
         at = f"waits in torch.distributed's {place.torch} at" if place.torch else "is at"
         return (
@@ -235,7 +236,7 @@ class Coordinator:
         )
 
     def _bury(self, ranks: list[int]) -> None:
-        """All hear that these ranks have died."""
+        """Tell all ranks that these have died."""
         self._gone.update(ranks)
         if ranks:
             self._end(FOREVER, {"kind": "gone", "ranks": sorted(ranks)})
@@ -251,10 +252,11 @@ class Coordinator:
         self._send(due, {"event": "where"})
 
     def _others(self, rank: int) -> list[int]:
-        """The ranks that this one waits for, as far as they are here.
+        """Return the ranks that this one waits for, without ranks that have left or died.
 
-        Its threads may wait each for others: a sum between nodes breaks where all live, if one of them waits for a rank
-        of its node that does not. The sum over all ranks, for which the main thread waits, concerns that one, too.
+        The threads of a rank may wait for different ranks. A sum between nodes can break though all its ranks live, if
+        one of these waits for a dead rank of its own node. The main thread waits for the sum over all ranks, so that
+        one counts, too.
         """
         places = [wait.place for (waiting, _), wait in self._waits.items() if waiting == rank]
         here = [each for each in self._ranks if each != rank and each not in self._left and each not in self._gone]

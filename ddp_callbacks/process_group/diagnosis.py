@@ -1,4 +1,4 @@
-"""Why a wait cannot succeed, or broke: a rank has failed, left or died, or all are alive and one is late."""
+"""Find out why a wait cannot succeed, or broke: a rank has failed, left or died, or all live and one is late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_callbacks.process_group.presence import Presence, presence
 
 
 class ProcessEnded(RuntimeError):
-    """The processes of these ranks of a group have ended; this host knows for sure."""
+    """The processes of these ranks of a group have ended. Their host knows for sure."""
 
     def __init__(self, ranks: set[int]) -> None:
         super().__init__("its process has ended")
@@ -22,7 +22,7 @@ class ProcessEnded(RuntimeError):
 
 
 def look(here: Presence, place: Place, begins: bool) -> None:
-    """Raise if this rank has heard that the wait cannot succeed any more."""
+    """Raise if this rank has heard that its wait cannot succeed any more. Does not block."""
     if end := here.end_of_run(begins):
         raise error_of(here, end, place.doing)
     if ranks := _absent(here, place):
@@ -30,7 +30,7 @@ def look(here: Presence, place: Place, begins: bool) -> None:
 
 
 def _absent(here: Presence, place: Place) -> list[int]:
-    """The ranks that have left, and will never come."""
+    """Return the awaited ranks that have left, and will never come."""
     closing = here.heard.get("closing")
     if closing and place.concerns(0) and place.turn and not place.patience(Place(**closing["place"])):
         return [0]
@@ -58,7 +58,7 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerErro
 
 
 def error_of(here: Presence, end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
-    """The error for the end of a run, in a wait for ``doing``."""
+    """Return the error for the end of a run, in a wait for ``doing``."""
     if end["kind"] == "mismatch":
         return MismatchError(end["text"])
     if end["kind"] == "gone":
@@ -81,7 +81,7 @@ def error_of(here: Presence, end: Message, doing: str, first_error: str = "") ->
 
 
 def _unknown(here: Presence, group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
-    """The error if rank 0, which takes no part, has left before."""
+    """Return the error for a wait that does not concern rank 0, if rank 0 has left, which would know the reason."""
     own = group.rank()
     ended = error.ranks if isinstance(error, ProcessEnded) else {rank for rank in range(group.size()) if rank != own}
     why = "" if len(ended) == 1 else "one of them; rank 0, which would know which, has left"

@@ -1,8 +1,8 @@
-"""Waits that end: a failure on one rank raises an error on every other rank that names it.
+"""Make every wait end: a failure on one rank raises an error on every other rank that names the failed one.
 
 gloo cannot abort a pending collective (https://github.com/pytorch/pytorch/issues/130345), so :func:`wait` waits in
-slices, and looks between two slices whether this rank has heard (:mod:`.presence`) that another failed, died or left,
-or waits for this one in a different exchange.
+slices. Between two slices it checks whether this rank has heard (:mod:`.presence`) that another one failed, died or
+left, or waits for this one in a different exchange.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import OWN_THREADS, found, is_aborted, presence
 from ddp_callbacks.process_group.presence import enter as enter
 
-SLICE = timedelta(seconds=1)  # how often a waiting rank looks at what it has heard
+SLICE = timedelta(seconds=1)  # how often a waiting rank checks what it has heard
 BEGIN = "the begin of a run"
 _TRACEBACK = 1 << 16  # characters
 _ABORTED = "operations on GPUs were aborted, because the run has failed"
 
 
 class Waitable(Protocol):
-    """Something other than torch's objects to wait for."""
+    """An object of this library that :func:`wait` can wait for, besides torch's work handles."""
 
     def wait_slice(self, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether it is complete. Raises RuntimeError if it never will be."""
@@ -44,12 +44,12 @@ Pending: TypeAlias = dist.Work | Waitable
 
 
 def announce_join() -> None:
-    """Connect this rank to the others, unless it is, so that they hear of its end, and messages name its host."""
+    """Connect this rank to the control channel, if it is not: others hear of its end, and messages name its host."""
     presence()
 
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, with its global rank; shorter if less is known."""
+    """Return ``rank 1 (host node2, pid 4711)`` for a rank of ``group``, by its global rank; less if less is known."""
     return presence().describe(dist.get_global_rank(group, rank))
 
 
@@ -57,10 +57,10 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     """Block until ``pending`` is complete.
 
     Args:
-        pending: The result of a collective; see :func:`of_device` for the work of GPUs.
+        pending: The work handle of a collective; see :func:`of_device` for collectives on GPUs.
         doing: The purpose of the collective, for messages: "the gradients of bucket 3". If the caller has passed it to
             :func:`ddp_callbacks.process_group.presence.enter`, deadlocks are detected too.
-        group: The group that communicates.
+        group: The process group that communicates.
 
     Raises:
         PeerError: Another rank reported a failure, left, or its connection broke, or nothing came within the group's
@@ -73,16 +73,16 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
         if not _wait_slice(pending):
             _wait_long(pending, doing, group, run)
         if is_aborted() and doing != BEGIN:
-            raise RuntimeError(_ABORTED)  # so what has come may be meaningless
+            raise RuntimeError(_ABORTED)  # the result may be meaningless
     except (MismatchError, RuntimeError) as error:
         _fail(error, doing, group, run)
 
 
 @contextmanager
 def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Launch collectives in this context: if the connections of this rank are lost, it raises what :func:`wait` raises.
+    """Launch collectives inside this context: if this rank has lost its connections, raise the errors of :func:`wait`.
 
-    Other exceptions, as for a tensor of the wrong kind, pass through.
+    Other exceptions, such as for a tensor of the wrong dtype, pass through.
 
     Args:
         doing, group: As for :func:`wait`.
@@ -103,7 +103,7 @@ def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _fail(error: Exception, doing: str, group: dist.ProcessGroup, run: int) -> NoReturn:
-    """Raise why a wait has broken. The run has failed, unless this wait was one of an earlier run."""
+    """Raise the reason for a broken wait. The run has failed, unless the wait belongs to an earlier run."""
     if _is_of_earlier_run(group, run):
         raise PeerError(f"{doing}: its run is over") from error
     presence().failed = True
@@ -119,7 +119,7 @@ def _is_of_earlier_run(group: dist.ProcessGroup, run: int) -> bool:
 def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int) -> None:
     here, begins = presence(), doing == BEGIN
     started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
-    # At the next run, a rank waits for the others to give up the failed one.
+    # At the begin of the next run, a rank waits for the others to give up the failed run.
     place = here.place(doing, group, started, failed=begins and here.failed)
     is_beside_training = threading.current_thread().name.startswith(OWN_THREADS)
     with nullcontext() if is_beside_training else here.waiting(place):
@@ -134,9 +134,9 @@ def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int)
 
 
 def report_failure(exception: BaseException) -> None:
-    """Tell all ranks of ``exception``, which ends the run here; the first one of a run counts.
+    """Tell all ranks about ``exception``, which ends the run here. The first one of a run counts.
 
-    Never raises, hardly blocks.
+    Never raises an error; hardly blocks.
     """
     if isinstance(exception, Preempted):
         return  # every rank raises it
@@ -144,7 +144,7 @@ def report_failure(exception: BaseException) -> None:
 
 
 def report_end(exception: BaseException) -> None:
-    """Tell all ranks of an exception that ends the process: later runs hear of it too."""
+    """Tell all ranks about an exception that ends this process: it ends later runs too."""
     _report(FOREVER, exception)
 
 
@@ -166,7 +166,7 @@ def _report(run: int | None, exception: BaseException) -> None:
 
 
 def tag_of(doing: str) -> int:
-    """A number that identifies the purpose of an exchange in its message; a float64 holds it exactly."""
+    """Return a number that identifies the purpose of an exchange in its message; a float64 holds it exactly."""
     return zlib.crc32(doing.encode())
 
 
@@ -174,15 +174,15 @@ def require_tags(tags: Sequence[object], doing: str, group: dist.ProcessGroup) -
     """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
     Args:
-        tags: :func:`tag_of` of each rank's exchange, in any form.
+        tags: Each rank's :func:`tag_of`, in any form.
         doing: The purpose of this rank's exchange, which it has entered.
-        group: The group of the ranks.
+        group: The ranks' process group.
     """
     if all(tag == tags[0] for tag in tags):
         return
     here = presence()
     here.failed = True
-    with here.waiting(here.place(doing, group)):  # so rank 0 sees that they wait for each other
+    with here.waiting(here.place(doing, group)):  # rank 0 then sees that the ranks wait for each other
         end: Any = here.heard.wait_for(here.end_of_run, LINGER)
     if end:
         raise error_of(here, end, doing)
@@ -191,16 +191,16 @@ def require_tags(tags: Sequence[object], doing: str, group: dist.ProcessGroup) -
 
 # --- slices -----------------------------------------------------------------------------------------------------------
 def of_device(work: dist.Work, device: torch.device, group: dist.ProcessGroup) -> Pending:
-    """Make the work of a collective on ``device`` suitable for :func:`wait`.
+    """Return an object for :func:`wait` to wait for the collective ``work`` on ``device``.
 
-    NCCL's work is complete for the host once it is in a stream: then only the current stream waits for the sum, not the
-    host. No failure of a rank can be noticed there, so ranks also meet on the CPU in each step.
+    With NCCL, only the current stream waits for the result; the host goes on once the collective is in a stream. The
+    host cannot notice a failed rank there, so the ranks also meet on the CPU in each step.
     """
     return _StreamWork(work) if is_ordered_by_stream(group, device) else work
 
 
 class _StreamWork:
-    """A collective in a GPU's stream; the current stream waits for it. (With a timeout, NCCL would block the host.)"""
+    """Lets the current stream wait for a collective on a GPU. (With a timeout, NCCL would block the host.)"""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -211,10 +211,9 @@ class _StreamWork:
 
 
 class Launched:
-    """A future, as something to wait for until the host has nothing more to do for it.
+    """Lets :func:`wait` wait until the host has nothing more to do for a future.
 
-    On a GPU, that is when its collectives are in a stream; the future's own ``wait`` then lets the current stream wait
-    for them, too.
+    On a GPU, all its collectives are then in a stream. The future's own ``wait`` lets the current stream wait for them.
     """
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""The GPU of this process: it becomes the current one when torch starts CUDA.
+"""Select the GPU of this process when torch starts CUDA.
 
-Selecting a GPU starts CUDA, which takes some hundred megabytes of its memory, so a run on CPUs must not select any.
+Selecting a GPU starts CUDA, which takes several hundred megabytes of the GPU's memory. A run on CPUs must not do so.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 def select_gpu(local_rank: int, device: torch.device | None) -> None:
-    """Make this process's GPU the current one, once CUDA is in use; do nothing if it is the current one already.
+    """Make this process's GPU the current one.
 
     A launcher may show each process a single GPU (Slurm's ``--gpus-per-task=1``), so that every process sees number 0.
 
     Args:
-        device: A GPU with its number is selected at once. ``cuda`` or ``None`` is the GPU of the local rank, unless the
-            user has selected another one.
+        local_rank: Rank of this process on its node.
+        device: A GPU with its number is selected at once. For ``cuda`` or ``None``, the GPU of the local rank is
+            selected when CUDA starts, unless the user has selected another one.
 
     Raises:
         ConfigurationError: ``device`` is ``cuda``, and the process sees several GPUs but none for its local rank.
@@ -39,7 +40,7 @@ def select_gpu(local_rank: int, device: torch.device | None) -> None:
 
 
 def too_few_gpus(local_rank: int, count: int) -> str:
-    """The message for a process that has no GPU of its own among the ``count`` that it may use."""
+    """Return the message for a process without a GPU of its own among the ``count`` GPUs that it sees."""
     told, host = processes_on_host(os.environ), socket.gethostname()
     processes = f"at least {local_rank + 1}" if told is None else f"{told}"
     return (

@@ -27,17 +27,17 @@ _MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``; 0 before a group is joined."""
+    """Return this process's rank in ``group``; 0 before it joins a group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """The number of processes in ``group``; 1 before a group is joined."""
+    """Return the number of processes in ``group``; 1 before this process joins a group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """``group``, or the default group for ``None``. The caller checks first that there are at least two ranks."""
+    """Return ``group``, or the default group for ``None``. Check first that there are at least two ranks."""
     resolved = dist.group.WORLD if group is None else group
     assert resolved is not None
     return resolved
@@ -56,11 +56,10 @@ def join_process_group(
 ) -> WorkerEnv:
     """Join the default process group; call it once in each process.
 
-    A callback or strategy of this library calls it for you.
-    Without arguments, rank and world size come from the variables of torchrun, MPI or Slurm (see
-    :class:`~ddp_callbacks.environment.WorkerEnv`). If there are none, this is a single process, and nothing is started.
-    A default group that exists already is used unchanged. The process leaves the group when it exits. Blocks until all
-    processes have joined.
+    The callbacks and strategies of this library call it for you. Without arguments, rank and world size come from the
+    variables of torchrun, MPI or Slurm (see :class:`~ddp_callbacks.environment.WorkerEnv`). If there are none, this is
+    a single process, and nothing is started. A default group that exists already is used unchanged. The process leaves
+    the group when it exits. Blocks until all processes have joined.
 
     Args:
         rank, world_size: Rank of this process, and the number of all processes. Pass both or neither.
@@ -96,7 +95,7 @@ def join_process_group(
     chosen = _choose_backend(backend, device)
     env = worker_env(rank, world_size, host, port, init_method)
     if env.world_size == 1:
-        if chosen == _MPI4PY:  # where its launcher is unknown, each process would train alone
+        if chosen == _MPI4PY:  # MPI checks the size: under an unknown launcher, each would train alone
             import_module("ddp_callbacks.mpi").start(0, 1)
         return env
     require_torch()
@@ -112,8 +111,9 @@ def join_process_group(
 def leave_process_group() -> None:
     """Leave the default group, if there is one, and tell the ranks that still wait for this one. Safe to call twice.
 
-    It does not wait for them, but for some milliseconds in which they hear that rank 0 leaves. Let rank 0 leave last:
-    without it, the others hear of no failure or deadlock among them, and learn of a death only by a broken connection.
+    It does not wait for the others. Only rank 0 waits, usually for some milliseconds, until they have heard that it
+    leaves. Let rank 0 leave last: without it, the others hear of no failure or deadlock among them, and notice a death
+    only by a broken connection.
     """
     if not _is_member():
         return
@@ -134,7 +134,7 @@ def _choose_backend(backend: str | None, device: torch.device | None) -> str:
             "mpirun, too."
         )
     if backend == _MPI4PY:
-        import_module("ddp_callbacks.mpi")  # registers it with torch, or says that mpi4py is missing
+        import_module("ddp_callbacks.mpi")  # registers the backend with torch, or says that mpi4py is missing
     if backend is not None:
         return backend
     for_gpus = torch.cuda.is_available() and dist.is_nccl_available() and (device is None or device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Where a rank is in its run: by that, rank 0 sees who is behind, and who is elsewhere."""
+"""Describe where a rank is in its run, so that rank 0 can tell which ranks are behind, and which are elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import threading
 import zlib
 from dataclasses import dataclass
 
-_RECENT = 32  # recent kinds of exchanges that a rank tells
+_RECENT = 32  # kinds of exchanges, the latest, that a rank reports
 _KINDS = 1024  # kinds of exchanges that a rank counts
 _SETTLED = 2.0  # seconds after which all messages from a rank that has left have arrived
-_FOLLOWED = 5.0  # seconds after which we would know of another failure that made a rank leave
+_FOLLOWED = 5.0  # seconds after which this rank would have heard of another failure that made a rank leave
 _LIBRARIES = (
     "<",
     os.path.dirname(os.path.dirname(__file__)),
@@ -28,13 +28,14 @@ class Place:
     """Where a rank is: the exchange that it waits for, or that it has entered last.
 
     Attributes:
-        run: The number of its run.
-        doing, turn: The purpose of the exchange, and the rank's count of this kind of exchange; 0 if it is not counted.
-        recent: The rank's counts of recently entered exchanges, by kind.
-        sequence: The number of torch's collectives that it has started before; -1 if unknown.
-        members: The global ranks that take part; ``None`` is all.
-        failed: Whether it is there because of a failure of which the others may not have heard.
-        waits: Whether it waits for this exchange.
+        run: The number of the rank's run.
+        doing: The purpose of the exchange.
+        turn: How often the rank has entered this kind of exchange in this run; 0 if it is not counted.
+        recent: The same counts for the latest kinds of exchanges.
+        sequence: The number of torch's collectives that the rank has started before; -1 if unknown.
+        members: The global ranks that take part in the exchange; ``None`` is all.
+        failed: Whether the rank is there because of a failure of which the others may not have heard.
+        waits: Whether the rank waits for this exchange.
         torch: The function of torch.distributed that its main thread is in; empty if none, or unknown.
         line: The line of the program that its main thread is at; empty if unknown.
     """
@@ -51,32 +52,33 @@ class Place:
     line: str = ""
 
     def concerns(self, rank: int) -> bool:
-        """Whether ``rank`` takes part."""
+        """Whether ``rank`` takes part in the exchange."""
         return self.members is None or rank in self.members
 
     def misses(self, rank: int, other: Place) -> bool:
-        """Whether it waits for ``rank``, which is at ``other`` and has not entered this exchange."""
+        """Whether this exchange still lacks ``rank``, which is at ``other``."""
         return self.concerns(rank) and other.recent.get(self.doing, 0) < self.turn
 
     def patience(self, leaver: Place, at_once: bool = False) -> float:
-        """Seconds after which a rank that takes part, and has left at ``leaver``, is surely the missing one.
+        """Return the seconds after which a member that has left is surely the missing one.
 
         Args:
-            at_once: Messages still under way are known to be lost.
+            leaver: The place of that rank when it left.
+            at_once: Whether its messages on the way are known to be lost, so that waiting for them is useless.
         """
         if leaver.run == self.run and self.turn and leaver.recent.get(self.doing, 0) >= self.turn:
-            return math.inf  # it has entered the exchange, and its messages are under way
+            return math.inf  # it has entered the exchange, and its messages are on the way
         if leaver.failed:
             return _FOLLOWED
         return 0.0 if self.turn or at_once else _SETTLED
 
 
 class Exchanges:
-    """Counts exchanges by their purpose. Costs a microsecond each; sends nothing.
+    """Counts exchanges by their purpose. Costs a microsecond per exchange; sends nothing.
 
     Attributes:
-        last: The purpose of the latest.
-        entered: How many there were, in all runs.
+        last: The purpose of the latest exchange.
+        entered: The number of exchanges, in all runs.
     """
 
     def __init__(self) -> None:
@@ -84,33 +86,33 @@ class Exchanges:
         self._turns: dict[str, int] = {}
 
     def enter(self, doing: str) -> None:
-        """Count one."""
+        """Count an exchange for ``doing``."""
         turns = self._turns
-        turns[doing] = turns.pop(doing, 0) + 1  # the latest is the last
+        turns[doing] = turns.pop(doing, 0) + 1  # the latest at the end
         if len(turns) > _KINDS:
             del turns[next(iter(turns))]
         self.last = doing
         self.entered += 1
 
     def turn(self, doing: str) -> int:
-        """How often this one was entered in this run: for gradients, the number of the step."""
+        """Return how often this rank has entered ``doing`` in this run: for gradients, the number of the step."""
         return self._turns.get(doing, 0)
 
     def recent(self) -> dict[str, int]:
-        """The counts of the latest kinds."""
+        """Return the counts of the latest kinds of exchanges."""
         return dict(list(self._turns.items())[-_RECENT:])
 
     def checksum(self) -> int:
-        """A number that is equal on all ranks if they have entered the same."""
+        """Return a number that is equal on all ranks if they have entered the same exchanges equally often."""
         return zlib.crc32(json.dumps(sorted(self._turns.items())).encode())
 
     def forget(self) -> None:
-        """Begin a run."""
+        """Forget all counts, at the begin of a run."""
         self._turns.clear()
 
 
 def where() -> tuple[str, str]:
-    """The torch.distributed function that the main thread is in, and the current line of the program."""
+    """Return the torch.distributed function that the main thread is in (or ""), and the program's current line."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     function = ""
     while frame is not None:

@@ -1,9 +1,9 @@
-"""All ranks stop at the same moment once one of them has been asked to: by a signal, a time limit or the program.
+"""Stop all ranks at the same moment once one of them is asked to: by a signal, a time limit or the program.
 
-A scheduler's signal may reach one process or all, at any time. The ranks agree by the control channel, and only then: a
-step without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that
-hears of a request tells its count and lets no further moment pass before it knows the counts of all; they stop at the
-first moment that no rank has let pass. Its thread hears and answers, so a rank that waits inside of a step does, too.
+A scheduler's signal may reach one process or all, at any time. The ranks then agree over the control channel; a step
+without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that hears
+of a request reports its count, and lets no further moment pass until it knows all counts. The ranks stop at the first
+moment that no rank has let pass. A thread hears and answers, so even a rank that waits inside a step takes part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddp_callbacks.process_group.membership import get_rank, get_world_size, res
 from ddp_callbacks.process_group.presence import describe, presence
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What Slurm, PBS and torchrun send before they end a job; SIGUSR1 is the usual choice for Slurm's ``--signal``."""
+"""Signals that Slurm, PBS and torchrun send before they end a job; SIGUSR1 is the usual choice for ``--signal``."""
 
 SAME = 3.0
 """Seconds within which further signals mean the same request: a scheduler and a launcher may both send one."""
@@ -44,13 +44,13 @@ class Preemption:
     Args:
         signals: The signals that ask to stop. They can only be handled if the main thread enters the context.
         time_limit: Time from entering the context after which to stop; ``None`` for no limit.
-        process_group: ``None`` is the default group. With a single process, none is needed.
+        process_group: The ranks' process group; ``None`` is the default group. A single process needs none.
 
     Raises:
         ConfigurationError: ``time_limit`` is not positive.
 
     Attributes:
-        process_group: As given.
+        process_group: The ``process_group`` that was passed.
         reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
             :meth:`is_requested` has returned ``True``; empty before.
     """
@@ -70,7 +70,7 @@ class Preemption:
         self._handlers: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._own = ""  # why this rank was asked to stop
-        self._signalled = 0.0  # when
+        self._signalled = 0.0  # when the first signal came
         self._deadline = float("inf")
         self._agreement: _Agreement | None = None
 
@@ -93,7 +93,7 @@ class Preemption:
             agreement.close()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop, as a signal does. Local; returns at once.
+        """Ask all ranks to stop, as a signal does. Local; hardly blocks.
 
         Args:
             reason: For messages: "the budget is spent".
@@ -121,10 +121,10 @@ class Preemption:
         return bool(self.reason)
 
     def exit(self, path: str) -> NoReturn:
-        """End this run: the checkpoint is written. Every rank calls it; rank 0 says who asked to stop.
+        """End this run once the checkpoint is written. Every rank calls it; rank 0 prints who asked to stop.
 
         Args:
-            path: The checkpoint.
+            path: The path of the checkpoint.
 
         Raises:
             Preempted: Always. Uncaught, it ends the process with :data:`ddp_callbacks.errors.EXIT_PREEMPTED`.
@@ -152,7 +152,7 @@ class Preemption:
 
 
 class _Agreement:
-    """Finds the moment to stop at, among several ranks."""
+    """Finds the moment at which several ranks stop."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         here = presence()
@@ -160,8 +160,8 @@ class _Agreement:
         self._name, self._responders, self._group = f"stop {here.preemptions}", here.responders, group
         self._counts = here.gathering(self._name, members=dist.get_process_group_ranks(group))
         self._lock = threading.Lock()
-        self._passed = 0  # moments, by this rank
-        self._holds = False  # whether no further moment may pass before the counts of all are there
+        self._passed = 0  # the number of moments that this rank has let pass
+        self._holds = False  # whether no further moment may pass until the counts of all ranks are here
         here.responders.pop(f"stop {here.preemptions - 2}", None)
         here.responders[self._name] = self._hold
         if self._counts.asked():
@@ -172,7 +172,7 @@ class _Agreement:
         self._counts.ask(reason)
 
     def pass_moment(self) -> str:
-        """Let a moment pass, and return nothing; or the reason to stop at it."""
+        """Let a moment pass and return "", or return the reason to stop at it. After a request, it may block."""
         with self._lock:
             if not self._holds:
                 self._passed += 1
@@ -185,11 +185,11 @@ class _Agreement:
         return str(asked["note"]) if asked else ""
 
     def close(self) -> None:
-        """This rank lets no further moment pass, which it tells if it is asked. Keeps no reference to the group."""
+        """Let no further moment pass, and still report the count if asked. Keeps no reference to the group."""
         self._responders[self._name] = partial(self._counts.put, self._passed)
 
     def _hold(self) -> None:
-        """Tell the moments that this rank has let pass."""
+        """Report the number of moments that this rank has let pass, once."""
         with self._lock:
             if not self._holds:
                 self._holds = True

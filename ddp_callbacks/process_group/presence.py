@@ -1,7 +1,7 @@
-"""This rank in the default group: what it has entered and waits for, and what it has heard of the others.
+"""This rank in the default group: the exchanges that it has entered and waits for, and the messages of other ranks.
 
-An ordinary step sends no message. A rank that has waited for a second says where, on the control channel; its thread
-(:mod:`.client`) hears what has happened to others meanwhile, also while the rank computes.
+An ordinary step sends no message. A rank that has waited for a second reports its place on the control channel. Its
+thread (:mod:`.client`) hears of events on other ranks, also while the rank computes.
 """
 
 from __future__ import annotations
@@ -37,33 +37,34 @@ from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
-"""Prefix of the names of this library's threads. Training does not wait for what they wait for."""
+"""Prefix of the names of this library's threads. Their waits are not those of training, so they are not reported."""
 
-VOTE = "vote"  # first word of the name of such a gathering; see votes.py
+VOTE = "vote"  # first word of the name of a vote's gathering; see votes.py
 
 _ADDRESS = "control"
-_PATIENCE = 30.0  # seconds in which rank 0 must be reached
-_NAMES = 2.0  # seconds that we wait for the names of the ranks, for a message
-_current: Presence | None = None  # the last one of this process
+_PATIENCE = 30.0  # seconds within which rank 0 must be reached
+_NAMES = 2.0  # seconds to wait for the names of the ranks, for a message
+_current: Presence | None = None  # the last presence of this process
 
 
 class Presence:
     """This rank in the default group.
 
     Attributes:
-        pid: The process that joined; a forked child has another id.
-        run: The number of the run; the same on all ranks whenever they communicate.
-        exchanges: What this rank has entered.
+        pid: The id of the process that joined; a forked child has another id.
+        rank: The rank of this process in the default group.
+        name: This rank, host and process id, for messages.
+        run: The number of the run; equal on all ranks whenever they communicate.
+        exchanges: Counts the exchanges that this rank has entered.
         failed: Whether this run has failed here.
-        aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
-        alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
-        passed: How many moments of this run this rank has behind it.
-        preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
-        moves: Whether it stays without a default group, as it forms one.
-        beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
-        client, heard: Its end of the control channel, and what rank 0 has said there.
-        rank: Of this process in the default group.
-        responders: By the name of a gathering: called by the thread if this rank is asked for its part.
+        aborted: Whether pending operations on accelerators were aborted, so that results may be meaningless.
+        alone_in: The part of the program that this rank runs without the others; ``None`` outside of such parts.
+        passed: The number of moments of this run that this rank has passed, see :mod:`.votes`.
+        preemptions: The number of :class:`.preemption.Preemption` contexts that this rank has entered.
+        moves: Whether the rank is between two default groups: the next one that exists belongs to this presence.
+        beginning: The gathering of all ranks' positions at the begin of the next run, once this rank is there.
+        client, heard: This rank's end of the control channel, and the messages that it has heard there.
+        responders: Functions by the name of a gathering; the thread calls one if this rank is asked for its value.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
@@ -91,17 +92,20 @@ class Presence:
 
     @property
     def store(self) -> dist.Store:
-        """A part of the store that no earlier attempt has used, once all have joined."""
+        """A part of the store that no earlier attempt has used. Known once all ranks have joined."""
         return dist.PrefixStore(self._part, self._meeting)
 
     def is_in(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether ``world`` is its default group; if it moves, the next one that there is becomes that."""
+        """Whether ``world`` is the group of this presence. If it ``moves``, it takes an existing ``world`` as such."""
         if self.moves and not self._has_left and world is not None and world is not self._world():
             self._world, self.moves = weakref.ref(world), False
         return world is not None and world is self._world()
 
     def describe(self, *ranks: int) -> str:
-        """``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; shorter if less is known."""
+        """Return ``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; less if less is known.
+
+        Blocks for two seconds per rank at most.
+        """
         own = {self.rank: self.name}
         return ", ".join(own.get(rank) or self._name_of(rank) for rank in sorted(ranks))
 
@@ -117,7 +121,7 @@ class Presence:
         """Note that this rank takes part in an exchange. Costs a microsecond; sends nothing.
 
         Raises:
-            ConfigurationError: The others do not take part.
+            ConfigurationError: The other ranks do not take part, see :func:`alone_in`.
         """
         if self.alone_in is not None:
             raise ConfigurationError(
@@ -127,7 +131,7 @@ class Presence:
         self.exchanges.enter(doing)
 
     def begin(self, run: int) -> None:
-        """Forget the run before."""
+        """Begin a run: forget the previous one. Local."""
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self.exchanges.forget()
@@ -135,7 +139,7 @@ class Presence:
         self.heard.forget_before(run)
 
     def place(self, doing: str, group: dist.ProcessGroup | None, started: int = 0, **more: Any) -> Place:
-        """Where this rank is, in ``doing``, for which it has ``started`` collectives of torch."""
+        """Return the place of this rank in the exchange ``doing``, for which it has ``started`` torch collectives."""
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
         entered = self.exchanges
@@ -143,7 +147,7 @@ class Presence:
 
     @contextlib.contextmanager
     def waiting(self, place: Place, broke: bool = False) -> Iterator[None]:
-        """Inside, this rank waits there, or finds out why this wait broke; and rank 0 knows."""
+        """Let rank 0 know that, inside, this rank waits at ``place``, or finds out why its wait there ``broke``."""
         self._waits += 1
         self.heard.pop("told", place.doing, place.run)
         self.client.send({"event": "wait", "place": asdict(place), "broke": broke})
@@ -154,53 +158,53 @@ class Presence:
             self.client.send({"event": "done", "about": place.doing})
 
     def told(self, place: Place) -> Message | None:
-        """What this rank was told, while it waits there, of those that it waits for."""
+        """Return rank 0's answer about the ranks that this one waits for at ``place``; ``None`` if there is none."""
         return self.heard.get("told", place.doing, place.run)
 
     def gathering(self, name: str, run: int | None = FOREVER, members: list[int] | None = None) -> Gathering:
-        """A gathering in the default group; its name is the same on all ranks, and used once in its run."""
+        """Return a gathering in the default group. Its name is equal on all ranks, and used once per run."""
         world = dist.group.WORLD
         assert world is not None
         return Gathering(self.client, name, run, members, timeout_of(world))
 
     def decline(self, moment: int) -> None:
-        """If there is a vote at this moment, and this rank has let it pass, it says no, once."""
+        """Vote no, once, if other ranks vote at this moment, and this rank has let it pass."""
         name = f"{VOTE} {moment}"
         if moment <= self.passed and self.heard.pop("asked", name, self.run):
-            Gathering(self.client, name, self.run, None, timedelta(0)).put(False)  # it does not wait
+            Gathering(self.client, name, self.run, None, timedelta(0)).put(False)  # this rank does not wait
 
     # --- aborts -------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Abort what is pending on accelerators in all groups of this rank, unless that has been done.
+        """Abort pending operations on accelerators in all groups of this rank, unless they have been aborted.
 
-        Blocks until it is aborted, also if another thread does it.
+        Blocks until they are aborted, also if another thread does it.
         """
         with self._aborting:
             if self.aborted:
                 return
             self.failed = self.aborted = True  # before a blocked call returns
-            for group in reversed(known_groups()):  # in torch's order
+            for group in reversed(known_groups()):  # the latest first, as torch does
                 with contextlib.suppress(RuntimeError):
                     abort_accelerators(group)
 
     def abort_failed_run(self) -> None:
-        """As :meth:`abort`, if the run has failed before this rank has come to its end."""
+        """Call :meth:`abort` if the run has failed before this rank has reached the end of the run."""
         with self._aborting:
             if (self.failed or self.end_of_run()) and not self._is_over:
                 self.abort()
 
     def end_run(self) -> bool:
-        """From now on, :meth:`abort_failed_run` aborts nothing in this run. Return whether something was aborted."""
+        """Stop :meth:`abort_failed_run` from aborting anything more in this run. Return whether it has aborted."""
         with self._aborting:
             self._is_over = True
             return self.aborted
 
     def end_of_run(self, begins: bool = False) -> Message | None:
-        """What has ended this run, as far as this rank has heard.
+        """Return the message that has ended this run; ``None`` if this rank has heard none.
 
         Args:
-            begins: This rank is at the start of the next run, and ignores a failure that has ended its last run.
+            begins: Whether this rank is at the start of the next run, and ignores a failure that ended the last one.
         """
         own = self.heard.get("end", run=self.run)
         if begins and own is not None and (self.failed or own["kind"] == "mismatch"):
@@ -219,13 +223,13 @@ class Presence:
         self.close()
 
     def close(self) -> None:
-        """End the threads; to the others, this rank has died, unless it has said that it leaves."""
+        """End the threads. If this rank has not said that it leaves, the others take it for dead."""
         self._has_left = True
         self.client.close()
         if self._server is not None:
             self._server.close()
             self._server.join()
-        vars(self).pop("_meeting", None)  # a store in a file removes it with its last user
+        vars(self).pop("_meeting", None)  # the last user of a file store removes the file
 
     def _say_farewell(self) -> None:
         self._has_left = True
@@ -236,7 +240,7 @@ class Presence:
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def find_server(self) -> Message | None:
-        """See :class:`.client.Owner`."""
+        """Return the address of rank 0, see :class:`.client.Owner`."""
         if not self._meeting.check([_ADDRESS]):
             return None
         address: Message = json.loads(self._meeting.get(_ADDRESS))
@@ -244,7 +248,7 @@ class Presence:
         return address
 
     def hear(self, message: Message) -> None:
-        """See :class:`.client.Owner`."""
+        """Answer a message, see :class:`.client.Owner`."""
         if message["event"] == "where":
             function, line = where()
             place = self._place(waits=bool(self._waits), torch=function, line=line)
@@ -257,7 +261,7 @@ class Presence:
                 respond()
 
     def tick(self) -> bool:
-        """Free a rank that waits for its GPU in vain; whether its group is still the default group."""
+        """Free this rank if it waits for its GPU in vain. Return whether its group is still the default group."""
         if not self.moves and not self._has_left and not self.is_in(dist.group.WORLD):
             self._say_farewell()
             del self._meeting
@@ -272,7 +276,7 @@ class Presence:
 
 
 def presence() -> Presence:
-    """The presence of this process in the default group, which must exist."""
+    """Return the presence of this process in the default group, which must exist. Make it if needed."""
     here, world = found(), dist.group.WORLD
     if here is None:
         assert world is not None
@@ -282,21 +286,22 @@ def presence() -> Presence:
 
 
 def join(store: dist.Store, rank: int, size: int, part: str = "", patience: float = _PATIENCE) -> Presence:
-    """A presence in the default group that is, or will be, formed in this store.
+    """Make a presence in the default group that is, or will be, formed in ``store``. Does not wait for other ranks.
 
     Args:
-        part: On rank 0, a part of the store that no other attempt has used.
+        store, rank, size: The group's store, the rank of this process, and the number of ranks.
+        part: On rank 0, the name of a part of the store that no other attempt has used.
         patience: Seconds within which rank 0 must be reached once its address is in the store.
     """
     global _current
     if _current is not None:
-        _current.leave()  # its group is gone
+        _current.leave()  # the old group is gone
     _current = Presence(store, rank, size, part, patience)
     return _current
 
 
 def found() -> Presence | None:
-    """As :func:`presence`, if there is one already."""
+    """Like :func:`presence`, but ``None`` if there is none yet."""
     return _current if _current is not None and _current.is_in(dist.group.WORLD) else None
 
 
@@ -307,7 +312,7 @@ def enter(doing: str) -> None:
 
 @contextlib.contextmanager
 def alone_in(name: str) -> Iterator[None]:
-    """Inside, this rank runs what the others wait for: an exchange raises instead of waiting for them."""
+    """Mark that, inside, only this rank runs ``name`` and the others wait: exchanges raise instead of deadlocking."""
     here = presence()
     here.alone_in = name
     try:
@@ -317,13 +322,13 @@ def alone_in(name: str) -> Iterator[None]:
 
 
 def is_aborted() -> bool:
-    """Whether what was pending on accelerators was aborted in this run."""
+    """Whether pending operations on accelerators were aborted in this run."""
     here = found()
     return here is not None and here.aborted
 
 
 def describe(rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known. One process needs no group."""
+    """Return ``rank 1 (host node2, pid 4711)`` for a global rank; less if less is known. Works without a group."""
     return presence().describe(rank) if dist.is_initialized() else _name_here(rank)
 
 

@@ -1,4 +1,4 @@
-"""Where the processes meet: a store on rank 0's host, or a file."""
+"""Let the processes meet in a store: on rank 0's host, or in a file."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ BIND = "DDP_CALLBACKS_BIND"
 """Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
 
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
-_NAMED = 16  # ranks that an error lists
-_LOOK = 0.5  # seconds between two looks at what has happened
+_NAMED = 16  # the most ranks that an error lists
+_LOOK = 0.5  # seconds between two checks for missing ranks
 
 
 def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
-    """Meet the other processes; return this process's place with the address, and the store.
+    """Meet the other processes. Return ``env`` with the address in use, and the store.
 
-    Blocks until all have come. See also :func:`choose_interface`.
+    Blocks until all processes have come. Calls :func:`choose_interface`.
 
     Raises:
         ConfigurationError: Processes on other hosts cannot reach the address.
-        RendezvousError: Nothing answers there, or a rank died or exited before it came, or did not come within
+        RendezvousError: Nothing answers at the address, or a rank died or exited before it came, or did not come within
             ``timeout``.
     """
     end = time.monotonic() + timeout.total_seconds()
@@ -63,7 +63,7 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
 
 
 def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
-    """``env`` with an address of rank 0 that the other hosts reach.
+    """Return ``env`` with an address of rank 0 that the other hosts can reach.
 
     A machine may resolve its own name to 127.0.1.1 (Debian), while other machines get its real address.
 
@@ -93,7 +93,7 @@ def _other_hosts(own: str, environ: Mapping[str, str]) -> list[str]:
     try:
         return [name for name, _ in hosts_of_job(environ) if name != own]
     except ConfigurationError:
-        return []  # a list that only the first host can read
+        return []  # for example PBS's file of hosts, which only the first host can read
 
 
 def _unreachable(env: WorkerEnv, why: str) -> str:
@@ -125,14 +125,14 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     assert env.host is not None and env.port is not None
-    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
     if env.rank == 0 and not is_hosted:
         return _listen(env.host, env.port, timeout)
     return dist.TCPStore(env.host, env.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens only on ``host``; torch's binds every interface (pytorch issue 173909)."""
+    """Start a store that listens only on ``host`` or :data:`BIND`; torch's binds all interfaces (issue 173909)."""
     chosen = os.environ.get(BIND) or host
     family, *_, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is for IPv4, too
@@ -152,10 +152,11 @@ def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> None:
-    """Wait until every rank has come; the error names those that are missing.
+    """Wait until every rank has come; the error names the missing ranks.
 
-    A store can hold the address of an earlier attempt's rank 0: an agent keeps it when it restarts its workers, and a
-    file can be left over. Nobody answers there, so a rank looks again until rank 0 has answered.
+    A store can still hold the address of rank 0 from an earlier attempt: torchrun's agent keeps its store when it
+    restarts the workers, and a file can be left over. Nothing answers at that address, so each rank reads it again
+    until rank 0 has answered.
     """
     heard, say_at = here.heard, time.monotonic() + _PATIENCE
     others = {"ranks": [0] if env.rank else range(1, env.world_size)}
@@ -168,21 +169,21 @@ def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timed
         now = time.monotonic()
         if now > end:
             raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)
-        if now > say_at and (env.rank == 0 or 0 in missing):  # otherwise rank 0 says it
+        if now > say_at and (env.rank == 0 or 0 in missing):  # otherwise rank 0 prints it
             problem = f": {here.client.problem}" if here.client.problem else ""
             say(f"rank {env.rank} is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}{problem}")
             say_at = end
 
 
 def _ended(store: dist.Store) -> set[int]:
-    """The ranks of which ddprun has said that they have ended."""
-    with contextlib.suppress(dist.DistError):  # its host has died; the thread of ``here`` says so
+    """Return the ranks that have exited with code 0, as ``ddprun`` has noted in the store."""
+    with contextlib.suppress(dist.DistError):  # the store's host has died, which the thread of ``here`` reports
         return {int(rank) for rank in store.get(ENDED).split()} if store.check([ENDED]) else set()
     return set()
 
 
 def _ranks(ranks: set[int]) -> str:
-    """``rank 3``, or ``ranks 1, 2, 4``; of many, the first ones."""
+    """Return ``rank 3`` or ``ranks 1, 2, 4``; if there are many, only the first ones."""
     first = [str(rank) for rank in sorted(ranks)[:_NAMED]]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(first)}{', ...' * (len(ranks) > _NAMED)}"
 

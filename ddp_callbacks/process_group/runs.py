@@ -1,8 +1,8 @@
 """Runs: a failure ends one run, and the next run starts without it.
 
 After an exception that every rank has caught (a pruned trial, out of memory, a sweep that continues), the processes can
-train again. If it has left them at different positions, so that a rank's next message is not what another expects, or
-with aborted communicators, they form a new process group.
+train again. If the failure has left them at different positions, so that a rank's next message is not the one that
+another expects, or with aborted communicators, they form a new process group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _CONNECT = "the connections between all processes"
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
     """Begin a run of training, evaluation or prediction, and forget failures of the previous one. A collective.
 
-    Blocks until all ranks have come. If a failure has left them at different positions, or pending operations on GPUs
-    were aborted, they form a new default group, and groups made from the old one are gone.
+    Blocks until all ranks have called it. If a failure has left them at different positions, or pending operations on
+    GPUs were aborted, they form a new default group, and groups made from the old one are gone.
 
     Args:
-        group: The group for training. With a single process, or for a subgroup, nothing happens.
+        group: The process group for training; ``None`` is the default group. With a single process, or for a subgroup,
+            nothing happens.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -60,10 +61,11 @@ def _need_new_group(positions: Sequence[Message]) -> bool:
 
 
 def destroy_groups() -> None:
-    """Like ``dist.destroy_process_group``, which after a failure would wait for collectives that never end.
+    """Destroy all groups, without the wait of ``dist.destroy_process_group`` for collectives that never end.
 
-    gloo waits for them when its backend is freed, so we leak that; the end of the process, or their timeout, ends
-    them. What this library keeps for a group is freed. Operations on GPUs are aborted.
+    After a failure, gloo would wait for them when its backend is freed, so this leaks the backend; the end of the
+    process, or their timeout, ends them. It then also aborts operations on GPUs. This library's objects for a group are
+    freed.
     """
     here = presence()
     if here.failed:
@@ -74,9 +76,10 @@ def destroy_groups() -> None:
 
 
 def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Form the default group, in a store that no other group uses.
+    """Form the default group, in a store that no other group uses. A collective.
 
-    Blocks until every rank has its connections: a rank that left earlier would break those that others still make.
+    Blocks until every rank has its connections: a rank that left earlier would break connections that others still
+    make.
 
     Raises:
         PeerError: Another rank failed or died meanwhile.
@@ -91,9 +94,9 @@ def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
 
 
 def _form_anew(world: dist.ProcessGroup, run: int) -> None:
-    """Leave the default group, and form a new one of the same ranks; pending operations are dropped."""
+    """Leave the default group, and form a new one of the same ranks. Drops pending operations. A collective."""
     here, backend, size, timeout = presence(), _backend_of(world), world.size(), timeout_of(world)
-    here.failed = True  # on at least one rank, and collectives may be pending here
+    here.failed = True  # the run has failed on at least one rank, and collectives may be pending here
     here.moves = True
     destroy_groups()
     here.begin(run)
@@ -101,7 +104,7 @@ def _form_anew(world: dist.ProcessGroup, run: int) -> None:
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
-    """The backend as the user would request it: torch treats ``cpu:gloo,cuda:gloo`` differently from ``gloo``."""
+    """Return the backend as a user requests it: torch treats ``cpu:gloo,cuda:gloo`` differently from ``gloo``."""
     config = dist.get_backend_config(group)
     kinds = {part.split(":")[-1] for part in config.split(",")}
     return config if len(kinds) > 1 else kinds.pop()

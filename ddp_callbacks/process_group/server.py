@@ -1,4 +1,4 @@
-"""The thread of rank 0 that all ranks are connected to; :class:`.coordinator.Coordinator` decides what they hear."""
+"""The thread of rank 0 that all ranks connect to. :class:`.coordinator.Coordinator` decides on the messages to them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STRANGER = 5.0  # seconds within which a new connection must say who it is
 
 
 class Server(threading.Thread):
-    """A thread that listens on the address of this host that the other processes reach, and on no other.
+    """A thread that listens on one address of this host only: the one that the other processes reach.
 
     Args:
         size: The number of ranks.
         store: The store of the process group, through which they have met.
 
     Attributes:
-        address: What a rank needs to connect: host, port and secret.
+        address: Host, port and secret, with which a rank connects; no secret if the environment has it.
     """
 
     def __init__(self, size: int, store: dist.Store) -> None:
@@ -50,13 +50,13 @@ class Server(threading.Thread):
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[int, Connection] = {}
-        self._strangers: dict[Connection, float] = {}  # and until when they must say who they are
+        self._strangers: dict[Connection, float] = {}  # when each must have said who it is
         self._tick_at = 0.0
         self._is_closing = threading.Event()
         self.start()
 
     def close(self) -> None:
-        """Rank 0 has left: let the thread tell the others, and end. It takes :data:`.coordinator.LINGER` at most."""
+        """Let the thread tell the others that rank 0 has left, and end, within :data:`.coordinator.LINGER`."""
         self._is_closing.set()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -66,10 +66,10 @@ class Server(threading.Thread):
         while not self._is_closing.is_set():
             self._work()
         end = time.monotonic() + LINGER
-        while 0 in self._ranks and time.monotonic() < end:  # its last words are under way
+        while 0 in self._ranks and time.monotonic() < end:  # rank 0's last messages are on the way
             self._work()
         self._send(self._coordinator.close())
-        while self._ranks and time.monotonic() < end:  # they close their ends
+        while self._ranks and time.monotonic() < end:  # the other ranks close their ends
             self._work()
         for connection in [*self._strangers, *self._ranks.values()]:
             connection.close()
@@ -80,7 +80,7 @@ class Server(threading.Thread):
             ready: Any = key.fileobj
             if ready is self._listener:
                 self._accept()
-            elif ready in self._strangers or self._ranks.get(ready.rank) is ready:  # not dropped just now
+            elif ready in self._strangers or self._ranks.get(ready.rank) is ready:  # and has not been dropped just now
                 self._try(ready, self._receive)
         now = time.monotonic()
         if now >= self._tick_at:
@@ -92,7 +92,7 @@ class Server(threading.Thread):
             self._send(self._coordinator.tick(now))
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # the other end has gone again
             stranger = Connection(self._listener.accept()[0], -1)
             self._strangers[stranger] = time.monotonic() + _STRANGER
             self._selector.register(stranger, selectors.EVENT_READ)
@@ -100,7 +100,7 @@ class Server(threading.Thread):
     def _try(self, connection: Connection, action: Callable[[Connection], None]) -> None:
         try:
             action(connection)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it has ended, or this is no message
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it has ended, or the message is invalid
             self._drop(connection)
 
     def _receive(self, connection: Connection) -> None:
@@ -110,7 +110,7 @@ class Server(threading.Thread):
             self._send(self._coordinator.receive(connection.rank, message, time.monotonic()))
 
     def _admit(self, stranger: Connection, hello: Message) -> None:
-        """Raise ValueError unless this first message of a connection is that of a rank of this job."""
+        """Accept a rank by its first message. Raises ValueError unless it is a new rank of this job."""
         rank, secret = hello.get("rank"), str(hello.get("secret"))
         is_known = hmac.compare_digest(secret.encode(), self._secret.encode())
         if not is_known or not isinstance(rank, int) or rank not in range(self._size) or rank in self._ranks:
@@ -133,7 +133,7 @@ class Server(threading.Thread):
 
 
 def own_address(store: dist.Store) -> str:
-    """The address of rank 0's host on which the others reach it: as of the store, or as of gloo."""
+    """Return the address at which the other processes reach rank 0's host: on the route to the store, or gloo's."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     found = "127.0.0.1"

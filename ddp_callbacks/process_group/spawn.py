@@ -1,4 +1,4 @@
-"""Start processes from a script or a notebook that is itself one process."""
+"""Start processes from a script or a notebook that is a single process itself."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def spawn(
 
 @contextmanager
 def _passing_signals_on(pids: Sequence[int]) -> Iterator[list[int]]:
-    """Send the signals that ask to stop to the processes, too; the numbers of those that have come."""
+    """Pass the signals that ask to stop on to the processes. Yield a list that collects their numbers."""
     passed: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -92,7 +92,7 @@ def _passing_signals_on(pids: Sequence[int]) -> Iterator[list[int]]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    # A program that handles or ignores one itself keeps its handler.
+    # A program that handles or ignores a signal itself keeps its handler.
     is_main = threading.current_thread() is threading.main_thread()
     mine = [number for number in SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in mine:
@@ -127,7 +127,7 @@ def _start_method() -> str:
 
 @contextmanager
 def _address(init_method: str, nnodes: int) -> Iterator[str]:
-    """Where to meet: ``init_method``; for env://, MASTER_ADDR and MASTER_PORT, or a free port of this machine."""
+    """Yield the URL to meet at: ``init_method``; for env://, MASTER_ADDR and MASTER_PORT, or a free local port."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or host:
         yield init_method if init_method != "env://" else f"tcp://{host}:{port or 29500}"

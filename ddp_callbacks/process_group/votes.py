@@ -1,8 +1,8 @@
-"""Something that every rank may want at the same moment, found out without a message where nobody wants it.
+"""Find out whether all ranks want something at the same moment. If no rank wants it, this sends no message.
 
 Ranks that run the same program mostly want the same at the same moment. So a rank that wants nothing lets the moment
-pass and tells nobody. A rank that wants something puts its vote; then the others are asked, and a rank that has let the
-moment pass, or does so later, says that.
+pass and sends nothing. A rank that wants something asks for a vote, and votes yes. A rank that has let the moment pass,
+or does so later, votes no.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def abstain() -> None:
 def is_unanimous(doing: str) -> bool:
     """Whether all ranks of the default group call this at this moment.
 
-    Takes a few milliseconds. Blocks until the last rank has come there.
+    A collective, with :func:`abstain` on the ranks that do not want it. Blocks until the last rank has reached this
+    moment; takes a few milliseconds then.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -35,6 +36,6 @@ def is_unanimous(doing: str) -> bool:
     votes.ask()
     votes.put(True)
     wait(votes, doing, world)
-    here.heard.pop("asked", name, here.run)  # it has been answered
+    here.heard.pop("asked", name, here.run)  # this vote has answered it
     here.passed += 1
     return all(votes.values)
