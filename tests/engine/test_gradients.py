@@ -135,7 +135,6 @@ def test_the_gradients_of_an_earlier_run_are_let_go() -> None:
 
 @WORLD
 def test_a_parameter_frozen_after_the_forward_pass_has_no_gradient_instead_of_zeros() -> None:
-    """Parameters frozen after the forward pass keep `None`."""
     # Autograd calls its hook all the same, which said "used" after its bucket had been sent without it.
     sync = synchronizer_of(model := mlp(), "a few buckets")
     loss = mean_loss(model(batch(dist.get_rank(), 0)))

@@ -98,8 +98,6 @@ def test_torchbearer_alone_goes_on_from_the_file(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_between_two_runs_does_not_change_the_epochs_of_the_one_that_goes_on(tmp_path: Path) -> None:
-    """A resumed script may evaluate between two runs."""
-
     def script(*callbacks: Any) -> Any:
         made = plain(*callbacks)
         made.run(1)

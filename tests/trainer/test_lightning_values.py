@@ -167,7 +167,6 @@ class ReadsAtTheEnd(pl.Callback):
 
 @WORLD.as_on_one()
 def test_a_key_of_training_and_validation_has_the_value_of_the_validation_at_the_end_of_the_epoch(strategy: str) -> Any:
-    """The same key may be logged in training and validation."""
     callback = ReadsAtTheEnd()
     fit(strategy, SharesItsStep(), loader(29, 8), loader(13, 5, 9), callbacks=[callback], check_val_every_n_epoch=2)
     return callback.read

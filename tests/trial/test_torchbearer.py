@@ -414,14 +414,11 @@ def looks_within_a_run(ddp: list[Callback]) -> list[Any]:
 
 @WORLD
 def test_a_callback_that_evaluates_and_predicts_within_a_run_sees_all_data_and_so_do_calls_after_it() -> None:
-    """A callback may evaluate and predict at the end of an epoch."""
     assert_equal(looks_within_a_run([DDPCallback()]), looks_within_a_run([]), relative=1e-10)
 
 
 @WORLD
 def test_a_trial_predicts_all_samples_after_a_run_that_raised() -> None:
-    """A run that raised leaves the Trial its loaders."""
-
     @torchbearer.callbacks.on_start_epoch
     def fail(state: Any) -> None:
         if state[torchbearer.MAX_EPOCHS] == 2:
@@ -435,8 +432,6 @@ def test_a_trial_predicts_all_samples_after_a_run_that_raised() -> None:
 
 @WORLD
 def test_a_sum_in_a_closure_that_calls_no_on_criterion_has_the_gradient_of_one_process() -> None:
-    """A closure of the user's own may leave out `on_criterion` if it has a sum."""
-
     def closure(state: Any) -> None:
         state[torchbearer.OPTIMIZER].zero_grad()
         state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
