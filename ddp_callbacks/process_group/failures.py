@@ -229,8 +229,8 @@ class Launched:
 
 
 def _wait_slice(pending: Pending) -> bool:
-    if not isinstance(pending, dist.Work):
-        return pending.wait_slice(SLICE.total_seconds())
+    if not isinstance(pending, dist.Work) or hasattr(pending, "wait_slice"):  # MPI's work is both
+        return bool(pending.wait_slice(SLICE.total_seconds()))
     try:
         pending.wait(SLICE)
     except RuntimeError:
