@@ -149,6 +149,7 @@ class RunRandomState:
         Everything after this depends only on rank 0's state, so a run can resume from it.
         """
         if get_world_size(self._group) > 1:
+            self._accepted = [None] * GLOBAL  # a failure may have left the ranks with different ones
             self.accept(_of_rank_0(self.offer(), self._group))
 
     def offer(self) -> Any:
@@ -177,7 +178,7 @@ class RunRandomState:
         """End the run: the shared state becomes the global one on all ranks. Local."""
         if self.is_open and self._current == "own":
             _set(self._states["shared"])
-        self._states = {}
+        self._states, self._accepted = {}, [None] * GLOBAL
 
     @contextmanager
     def alike(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shared_worlds import World, by_rank
 
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
-from ddp_callbacks.data.random_state import SharedRandomState, broadcast_rng_state, seed_by_rank
+from ddp_callbacks.data.random_state import RunRandomState, SharedRandomState, broadcast_rng_state, seed_by_rank
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -91,3 +91,23 @@ def test_equal_states_are_rank_0s() -> None:
     draw()
     broadcast_rng_state()
     assert draw() == draws(600, 2)[1]
+
+
+@WORLD
+def test_ranks_draw_alike_after_a_failure_that_has_kept_one_from_accepting_a_state() -> None:
+    run = RunRandomState()
+    for renew in (run.synchronize, run.end):
+        run.synchronize()
+        draw()
+        if dist.get_rank() == 0:
+            run.accept(run.offer())
+        renew()
+        offered = [run.offer()]
+        dist.broadcast_object_list(offered)
+        run.accept(offered[0])
+        with run.alike():
+            found = draw()
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, found)
+        assert all(each == found for each in seen)
+    run.end()
