@@ -129,7 +129,12 @@ class Server(threading.Thread):
     def _send(self, sent: Sent) -> None:
         for rank, message in sent:
             if rank in self._ranks:
-                self._try(self._ranks[rank], partial(Connection.send, message=message))
+                self._try(self._ranks[rank], partial(_send_to, message=message))
+
+
+def _send_to(connection: Connection, message: Message) -> None:
+    with contextlib.suppress(ConnectionError):  # its last messages, such as a farewell, are still to be received
+        connection.send(message)
 
 
 def own_address(store: dist.Store) -> str:

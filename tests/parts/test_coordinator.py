@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.connection import Connection
-from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator
+from ddp_callbacks.process_group.connection import Connection, Message
+from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Sent
 from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.server import Server
 
@@ -295,6 +296,35 @@ def test_a_stranger_is_dropped_and_the_ranks_are_served(listening: Server) -> No
     assert first.receive() == [{"event": "end", "run": FOREVER, "kind": "gone", "ranks": [1]}]
     first.close()
     second.close()
+
+
+def test_a_rank_that_leaves_while_rank_0_sends_to_it_has_not_died(
+    listening: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_left, receive = threading.Event(), Coordinator.receive
+
+    def wait_and_receive(self: Coordinator, rank: int, message: Message, now: float) -> Sent:
+        if rank == 0 and message["event"] == "ask":
+            assert has_left.wait(20)
+        return receive(self, rank, message, now)
+
+    monkeypatch.setattr(Coordinator, "receive", wait_and_receive)
+    first, other = join(listening, 0), join(listening, 1)
+    assert first.receive() == [{"event": "names", "names": NAMES[:2]}]
+    for name in ("a", "b", "c"):  # the first message after its end resets the connection
+        first.send(ask(None, name))
+    other.send(leave())
+    other.end()
+    has_left.set()
+    heard: list[Message] = []
+    while len(heard) < 3:
+        heard += first.receive()
+    first.send(put("a", 3))
+    heard += first.receive()
+    assert [message["event"] for message in heard] == ["asked"] * 3 + ["gathered"]
+    assert heard[-1]["values"] == [3, None]
+    first.close()
+    other.close()
 
 
 MALFORMED: list[Any] = [
