@@ -7,14 +7,16 @@ standard input the ranks that have exited with code 0, as others may wait for th
 
 from __future__ import annotations
 
+import gc
 import sys
-
-import torch.distributed as dist
 
 from ddp_callbacks.environment import ENDED
 
 
 def main() -> None:
+    gc.disable()  # the import of torch, which competes with those of the ranks, takes a tenth less
+    import torch.distributed as dist
+
     address, port, descriptor = sys.argv[1:]
     store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
     ended = ""
