@@ -121,9 +121,9 @@ class Reducer:
         if self.outgoing is not None:
             self.carried, self.outgoing = [carried for _, *carried in numbers], None
         self._require_same_trained(trained)
-        filled = [bucket for bucket in self.buckets if bucket.active]
-        self._send_rest(filled, flags[: len(self.buckets)])
         used = [count > 0 for count in flags[len(self.buckets) :]]
+        filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
+        self._send_rest(filled, flags[: len(self.buckets)])
         correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
         for bucket in filled:
             if correction != 1:

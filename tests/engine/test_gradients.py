@@ -145,6 +145,21 @@ def test_a_parameter_frozen_after_the_forward_pass_has_no_gradient_instead_of_ze
 
 
 @WORLD
+def test_gradients_that_wait_from_no_sync_are_summed_though_their_bucket_has_been_frozen() -> None:
+    for way in WAYS:
+        sync = synchronizer_of(model := mlp(), way)
+        with sync.no_sync():
+            backward(model, 0)
+        frozen = list(model[2].parameters())
+        own = [parameter.requires_grad_(False).grad.clone() for parameter in frozen]
+        mean_loss(model[4:](batch(dist.get_rank(), 1))).backward()
+        for parameter, gradient in zip(frozen, own, strict=True):
+            dist.all_reduce(gradient)
+            torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-12, atol=0)
+        sync.close()
+
+
+@WORLD
 def test_a_sum_that_is_added_to_a_mean_counts_as_a_sum() -> None:
     sync = GradientSynchronizer(model := mlp())
     backward(model, 0)
