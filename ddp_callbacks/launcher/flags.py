@@ -48,6 +48,7 @@ _SECONDS = _takes("seconds, at least 2", r"0*([2-9]|[1-9]\d+)(\.\d*)?", float)
 _BINDING = _takes(", ".join(KINDS), "|".join(KINDS))
 _NODES = _takes("a number of at least 1, or MIN:MAX", r"|[1-9]\d*(:[1-9]\d*)?")
 _PROCESSES = _takes("a number of at least 1, auto, cpu, gpu or xpu", r"|auto|cpu|gpu|xpu|[1-9]\d*")
+_PORT = _takes("a port up to 65535", r"\d{1,4}|[1-5]\d{4}|6([0-4]\d{3}|5([0-4]\d\d|5([0-2]\d|3[0-5])))", int)
 _COUNT = _takes("a whole number that is not negative", r"\d+", int)
 
 
@@ -122,7 +123,7 @@ TORCHRUN = (
     Flag("--role", "name of the processes' role", "NAME", "default"),
     Flag("--rdzv-id", "name of the job", "NAME", "none"),
     Flag("--master-addr", "where the processes meet: an address of the first node", "ADDRESS"),
-    Flag("--master-port", "port there (default: a free one)", "PORT", 0, _COUNT),
+    Flag("--master-port", "port there (default: a free one)", "PORT", 0, _PORT),
 )
 GROUPS = {"nodes": NODES, "start": START, "end": END, "output": OUTPUT, "flags that are torchrun's, too": TORCHRUN}
 

@@ -194,8 +194,8 @@ DDPRUN: list[Row] = [
     ("--rsh '' t.py", "--rsh: program '' not found"),
     ("""--rsh "a 'b" t.py""", 'argument --rsh: invalid split value: "a \'b". See'),
     (
-        "--master-port x t.py",
-        "--master_port: takes a whole number that is not negative, got 'x'. See",
+        "--master-port 65536 t.py",
+        "--master_port: takes a port up to 65535, got '65536'. See",
     ),
 ]
 HOSTS: list[Row] = [
