@@ -16,6 +16,7 @@ from kit.ranks import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
 from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.process_group import torch_threads
 
 PR_SET_NAME = 15
 FORKS = 20
@@ -58,6 +59,7 @@ def test_workers_forked_right_after_collectives_start(nursery: Nursery, tmp_path
 def end_beside_a_thread_that_frees() -> None:
     """Ends while a thread of torch's still needs the interpreter, which notes that it had it."""
     named = threading.Event()
+    torch_threads._LIMIT = LIMIT  # on a busy machine the thread gets little of a second
 
     def free() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
