@@ -9,9 +9,9 @@ if the last bucket cannot carry them: low precision, compression, a communicatio
 them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
 still notices in each step if another rank has failed.
 
-Behind them are numbers of each rank: its weight, and the caller's numbers, which saves a message. Each rank writes to
-its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
-which float32 holds exactly, whatever their bits.
+Behind them are the caller's numbers of each rank, which saves a message. Each rank writes to its own place, which is
+zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers, which float32 holds
+exactly, whatever their bits.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ class MetadataFormat:
         """Return the sums, and the numbers of each rank, by rank."""
         values = summed.tolist()
         numbers = array("d", array("h", map(int, values[self.counts :])).tobytes()).tolist()
-        by_rank = [numbers[at : at + self.numbers] for at in range(0, len(numbers), self.numbers)]
+        by_rank = [numbers[rank * self.numbers :][: self.numbers] for rank in range(self.world_size)]
         return values[: self.counts], by_rank

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
@@ -122,7 +123,7 @@ class GradientSynchronizer:
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
-        """Set this rank's weight in the following backwards. Local; does not block.
+        """Set this rank's weight in the following backwards. Without ``total`` a collective, otherwise local.
 
         A backward's contribution to the gradients is multiplied by ``weight / total``, inside :meth:`no_sync` as well
         as outside. Contributions accumulated earlier keep their weights. If you run a second backward outside before
@@ -132,16 +133,16 @@ class GradientSynchronizer:
             weight: Usually the number of samples (or tokens) that the local loss is the mean of. With 0 this rank takes
                 part, but zeros replace its contribution, which may be NaN.
             total: The sum of the ranks' weights, if known. If losses are sums, pass weight 1 and total 1 on all ranks.
-                With ``None``, the weight is sent with the gradients. Either all ranks pass ``None`` or none does.
+                With ``None``, the ranks sum their weights now: all must make this call, and it blocks until they have.
 
         Raises:
-            ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
+            PeerError: Without ``total``: another rank failed or died.
         """
         if self._reducer is not None:
-            self._reducer.weighing.set(weight, total)
+            self._reducer.weighing.set(weight, self._total(weight, total))
 
-    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
-        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Local; does not block.
+    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float | None = None) -> Undo:
+        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Blocks as that does.
 
         This is exact even if layers exchange gradients in backward (:class:`ddp_callbacks.BatchNormSynchronizer`). The
         value of the loss does not change.
@@ -154,7 +155,16 @@ class GradientSynchronizer:
             A function that undoes the weight. Call it after the backward if backwards without a weight follow; in these
             all ranks count equally.
         """
-        return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
+        if self._reducer is None:
+            return _nothing
+        return self._reducer.weighing.set_for(loss, weight, self._total(weight, total))
+
+    def _total(self, weight: float, total: float | None) -> float:
+        """Return ``total``, or the sum of the ranks' weights. A collective then."""
+        if total is not None:
+            return total
+        own = torch.tensor([weight], dtype=torch.float64)
+        return float(all_reduce(own, "the weight of the loss", self._sums.group))
 
     @property
     def is_enabled(self) -> bool:
@@ -170,7 +180,7 @@ class GradientSynchronizer:
         """
         before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
         if self._reducer is not None:
-            self._reducer.weighing.accumulates = True
+            self._reducer.accumulates = True
         try:
             yield
         finally:
@@ -209,14 +219,14 @@ class GradientSynchronizer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
 
-        It has the gradients that :meth:`no_sync` has accumulated, the last weights, and the state of PowerSGD. Each
-        rank has a different state. Call it between two steps.
+        It has the gradients that :meth:`no_sync` has accumulated, and the state of PowerSGD, but not the weights of
+        :meth:`weigh`. Each rank has a different state. Call it between two steps.
         """
         state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
         if self._reducer is None:
             return state
         hook = state_of_hook(self._sums.hook_state)
-        return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict(), "hook": hook}
+        return state | {"rounds": self.rounds, "accumulates": self._reducer.accumulates, "hook": hook}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
@@ -226,9 +236,6 @@ class GradientSynchronizer:
 
         Args:
             states: The result of :meth:`state_dict` on each rank.
-
-        Raises:
-            ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
         """
         rank = 0 if self._reducer is None else self._sums.group.rank()
         if len(states) == self._world_size:
@@ -236,19 +243,19 @@ class GradientSynchronizer:
             return
         gradients = _sum_of_gradients(states, self._world_size)
         if gradients and self._reducer is not None:
-            self._reducer.weighing.accumulates = True
+            self._reducer.accumulates = True
         self._load_gradients(gradients if rank == 0 else {})
 
     def _load_own(self, state: Mapping[str, Any]) -> None:
         if self._reducer is not None:
             self._reducer.rounds = state["rounds"]
-            self._reducer.weighing.load_state_dict(state["weighing"])
+            self._reducer.accumulates = state["accumulates"]
             load_state_of_hook(self._sums.hook_state, dict(state["hook"]))
         self._load_gradients(state["gradients"])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:
         """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
-        if not (self._has_accumulated if self._reducer is None else self._reducer.weighing.accumulates):
+        if not (self._has_accumulated if self._reducer is None else self._reducer.accumulates):
             return {}
         named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
         return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
@@ -274,11 +281,6 @@ def _nothing() -> None:
 
 def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
     """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
-    if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
-        raise ConfigurationError(
-            f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
-            f"total, so {world_size} cannot resume from them. Start {len(states)}, or give weigh() the total."
-        )
     factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
     summed: dict[str, torch.Tensor] = {}
     for state in states:
