@@ -15,7 +15,7 @@ late contributions to the bucket as well, and from then on launch this bucket at
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ class Reducer:
         used: For each parameter, whether it has a gradient since the last synchronization.
         buckets: The buckets of the dense gradients.
         weighing: The weights of this rank's backwards.
-        accumulates: Whether gradients may wait for the next synchronization; the caller sets it.
+        accumulates: Whether gradients of ``no_sync`` wait for the next synchronization; the caller sets it.
         rounds: The number of complete synchronizations.
         outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
         carried: All ranks' numbers from the last synchronization that had some, by rank.
@@ -81,11 +81,6 @@ class Reducer:
         self._carries_metadata = False  # whether the last planned bucket does
         self._scale = sums.divisor / self._group.size()  # the factor for gradients before the sum
         self._is_finished = True  # False after an exception has ended a backward
-
-    def note_used(self, names: Container[str]) -> None:
-        """Note that the parameters with these names have a gradient that is not synchronized yet."""
-        for slot, parameter in enumerate(self.parameters):
-            self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
 
     def begin(self) -> None:
         """Begin a synchronization. Local."""

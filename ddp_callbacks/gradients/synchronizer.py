@@ -19,7 +19,7 @@ arrive at the end of the compiled backward, so the buckets of one graph don't ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,8 +90,6 @@ class GradientSynchronizer:
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.room = room
-        self._module = module
-        self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
@@ -171,14 +169,22 @@ class GradientSynchronizer:
         """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
         return self._switch.enabled
 
+    @property
+    def has_unsynchronized_gradients(self) -> bool:
+        """Whether gradients of :meth:`no_sync` wait for the next synchronization; equal on all ranks.
+
+        Always ``False`` with a single process.
+        """
+        return self._reducer is not None and self._reducer.accumulates
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated gradients.
 
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
-        backwards. Nothing blocks inside.
+        backwards. Nothing blocks inside. Don't save a checkpoint before the backward outside.
         """
-        before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
+        before, self._switch.enabled = self._switch.enabled, False
         if self._reducer is not None:
             self._reducer.accumulates = True
         try:
@@ -216,56 +222,6 @@ class GradientSynchronizer:
         else:
             self._reducer.outgoing = numbers
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
-
-        It has the gradients that :meth:`no_sync` has accumulated, but neither the weights of :meth:`weigh` nor
-        ``comm_state``. Each rank has a different state. Call it between two steps.
-        """
-        state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
-        if self._reducer is None:
-            return state
-        return state | {"rounds": self.rounds, "accumulates": self._reducer.accumulates}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
-
-        With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
-        accumulated gradients.
-
-        Args:
-            states: The result of :meth:`state_dict` on each rank.
-        """
-        rank = 0 if self._reducer is None else self._group.rank()
-        if len(states) == self._world_size:
-            self._load_own(states[rank])
-            return
-        gradients = _sum_of_gradients(states, self._world_size)
-        if gradients and self._reducer is not None:
-            self._reducer.accumulates = True
-        self._load_gradients(gradients if rank == 0 else {})
-
-    def _load_own(self, state: Mapping[str, Any]) -> None:
-        if self._reducer is not None:
-            self._reducer.rounds = state["rounds"]
-            self._reducer.accumulates = state["accumulates"]
-        self._load_gradients(state["gradients"])
-
-    def _accumulated(self) -> dict[str, torch.Tensor]:
-        """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
-        if not (self._has_accumulated if self._reducer is None else self._reducer.accumulates):
-            return {}
-        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
-        return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
-
-    def _load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        self._has_accumulated = self._has_accumulated or bool(gradients)
-        for name, parameter in self._module.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
-        if self._reducer is not None:
-            self._reducer.note_used(gradients)
-
     def close(self) -> None:
         """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""
         if self._reducer is not None:
@@ -275,16 +231,6 @@ class GradientSynchronizer:
 
 def _nothing() -> None:
     pass
-
-
-def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
-    """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
-    factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
-    summed: dict[str, torch.Tensor] = {}
-    for state in states:
-        for name, gradient in state["gradients"].items():
-            summed[name] = summed[name] + gradient if name in summed else gradient
-    return {name: gradient * factor for name, gradient in summed.items()}
 
 
 def _require_same_way(

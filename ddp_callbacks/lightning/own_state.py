@@ -135,9 +135,9 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that an optimizer's next step may use, and that the gradient engine does not save."""
+    """Return the gradients that an optimizer's next step may use: equal on all ranks, except with local steps."""
     module = trainer.lightning_module
-    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
+    if module.automatic_optimization and not _parts.is_accumulating(trainer):
         return {}
     named = ((name, parameter.grad) for name, parameter in module.named_parameters())
     return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}

@@ -9,6 +9,9 @@ place         the fit was cut                                        hooks that 
 ``epoch``     between two epochs                                     those that open the run
 ============  =====================================================  ===================================================
 
+On several processes, a batch whose gradients wait for a later batch is no such place: the fit goes on until they are
+synchronized.
+
 To resume, Lightning's loop runs as in a new fit, in the epoch that was cut or in the next one, until it is about to
 train. Then everything is restored. A fit that is over begins and ends once more, without an epoch: callbacks that put
 averaged weights in place do so in ``on_train_end``, after the last file was written.
@@ -225,7 +228,8 @@ class Fit:
         """After a training batch, write and stop if due. Return whether a validation comes next."""
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
-        self._resumable.pass_moment(take, ends_batch=True, validates=validates)
+        accumulates = self._trainer.strategy.has_unsynchronized_gradients
+        self._resumable.pass_moment(take, ends_batch=True, validates=validates, accumulates=accumulates)
         return validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
@@ -237,7 +241,9 @@ class Fit:
         """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
-        self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
+        take = functools.partial(self._take, "epoch")
+        accumulates = self._trainer.strategy.has_unsynchronized_gradients
+        self._resumable.pass_moment(take, ends_epoch=True, is_over=is_over, accumulates=accumulates)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_worlds import World, by_rank
+from shared_worlds import World
 from step_programs import MANY_BUCKETS, Explodes, synchronizer_of
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -180,11 +180,6 @@ def test_what_a_program_computes_by_autograd_grad_is_not_weighted() -> None:
     sync.close()
 
 
-def group_of_one() -> Any:
-    """Of this rank."""
-    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-
-
 def looks(model: nn.Module) -> Any:
     values = [(name, value.tolist()) for name, value in model.state_dict().items()]
     hooks = [bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()]
@@ -233,21 +228,6 @@ def test_a_sparse_gradient_stays_as_the_dense_ones_do_where_no_rank_counts() -> 
         before.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
     for first, second in zip(*before, strict=True):
         assert first.any() and torch.equal(first, second)
-    sync.close()
-
-
-@WORLD
-def test_gradients_that_were_accumulated_without_a_total_resume_on_one_process() -> None:
-    sync = GradientSynchronizer(model := mlp())
-    with sync.no_sync():
-        for step in range(2):
-            sync.weigh(1 + step + 2 * dist.get_rank())  # the ranks' weights change
-            backward(model, step)
-    states = by_rank(sync.state_dict())
-    sync.synchronize()
-    alone = mlp()
-    GradientSynchronizer(alone, process_group=group_of_one()).load_state_dict(states)
-    torch.testing.assert_close(flat_gradient(alone), flat_gradient(model), rtol=1e-12, atol=0)
     sync.close()
 
 
