@@ -93,8 +93,7 @@ class GradientSynchronizer:
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
-        self._world_size = get_world_size(process_group)
-        if self._world_size == 1:
+        if get_world_size(process_group) == 1:
             return
         begin_run(process_group)
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
@@ -161,7 +160,7 @@ class GradientSynchronizer:
         """Return ``total``, or the sum of the ranks' weights. A collective then."""
         if total is not None:
             return total
-        own = torch.tensor([weight], dtype=torch.float64)
+        own = torch.tensor([float(weight)], dtype=torch.float64)
         return float(all_reduce(own, "the weight of the loss", self._group))
 
     @property
