@@ -21,7 +21,6 @@ from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import CheckpointError, ConfigurationError
-from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -198,13 +197,6 @@ def _state_of(name: str, value: Any) -> Any:
     Raises:
         ConfigurationError: The object has no ``state_dict`` and ``load_state_dict``, and is no dict.
     """
-    if isinstance(value, GradientSynchronizer):
-        if value.has_unsynchronized_gradients:
-            raise ConfigurationError(
-                f"{name!r} has gradients that were accumulated in no_sync, which no checkpoint holds. Save after the "
-                "backward that synchronizes, when has_unsynchronized_gradients is False."
-            )
-        return {}
     if isinstance(value, dict):
         return dict(value)
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -219,7 +211,7 @@ def _load_shared(value: Any, state: Any) -> None:
     """Load a state that is equal on all ranks. The object may keep ``state``: pass a new copy to each call."""
     if isinstance(value, dict):
         _replace(value, state)
-    elif not isinstance(value, GradientSynchronizer):  # it has no state
+    else:
         value.load_state_dict(state)
     if isinstance(value, torch.optim.Optimizer) and value.state:
         mark_as_stepped(value)

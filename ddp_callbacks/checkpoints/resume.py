@@ -159,15 +159,23 @@ class ResumableRun:
     repeated validation is not cut again, because a run with little time would never get further; nor is one between two
     batches whose gradients accumulate.
 
+    Args:
+        accumulates: Returns whether gradients wait for a later batch to be synchronized. Equal on all ranks.
+
     Attributes:
         file: The file, open inside :meth:`opened`.
     """
 
-    def __init__(self, options: ResumeOptions, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        options: ResumeOptions,
+        group: dist.ProcessGroup | None = None,
+        accumulates: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.file = CheckpointFile(
             options.path, async_save=options.async_save, weights_only=options.weights_only, process_group=group
         )
-        self._preemption = options.preemption
+        self._preemption, self._accumulates = options.preemption, accumulates
         self._interval = Interval(options.every, group)
         self._before_validation: io.BytesIO | None = None
         self._may_cut_validation = False
@@ -186,7 +194,6 @@ class ResumableRun:
         ends_epoch: bool = False,
         is_over: bool = False,
         validates: bool = False,
-        accumulates: bool = False,
     ) -> None:
         """Write the file if it is due. If the ranks are asked to stop, write it and raise ``Preempted``.
 
@@ -199,8 +206,8 @@ class ResumableRun:
             ends_epoch: Whether the moment is between two epochs.
             is_over: Whether the run has nothing left to do.
             validates: Whether a validation comes next.
-            accumulates: Whether gradients of this batch wait for a later one to be synchronized. Equal on all ranks.
         """
+        accumulates = self._accumulates()
         self._before_validation, self._may_cut_validation = None, not accumulates
         stops = not is_over and self._preemption.is_requested() and not accumulates
         is_due = self._interval.is_due(ends_batch, ends_epoch) and not accumulates

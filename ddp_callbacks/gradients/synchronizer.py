@@ -19,7 +19,7 @@ arrive at the end of the compiled backward, so the buckets of one graph don't ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -220,6 +220,22 @@ class GradientSynchronizer:
             self._carried = [list(numbers)]
         else:
             self._reducer.outgoing = numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state, for a checkpoint: between two steps there is nothing to save. Local.
+
+        Raises:
+            ConfigurationError: Gradients of :meth:`no_sync` are not synchronized yet.
+        """
+        if self.has_unsynchronized_gradients:
+            raise ConfigurationError(
+                "a checkpoint holds no gradients that were accumulated in no_sync, and some wait. Save after the "
+                "backward that synchronizes, when has_unsynchronized_gradients is False."
+            )
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
 
     def close(self) -> None:
         """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""

@@ -60,7 +60,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
     _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
-    strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
+    strategy.load_own_state(states.of("strategy").mine, states.is_same_world)
     if states.is_same_world:
         for optimizer, state in zip(trainer.optimizers[1:], own["optimizers"], strict=False):
             _parts.torch_optimizer(optimizer).load_state_dict(state)

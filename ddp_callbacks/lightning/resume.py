@@ -78,7 +78,7 @@ class Fit:
     def __init__(self, trainer: Any, options: ResumeOptions) -> None:
         self._trainer = trainer
         self._on_signal = options.on_signal
-        self._resumable = ResumableRun(options)
+        self._resumable = ResumableRun(options, accumulates=lambda: trainer.strategy.has_unsynchronized_gradients)
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # this rank's state in the file, or rank 0's
         self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
@@ -228,8 +228,7 @@ class Fit:
         """After a training batch, write and stop if due. Return whether a validation comes next."""
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
-        accumulates = self._trainer.strategy.has_unsynchronized_gradients
-        self._resumable.pass_moment(take, ends_batch=True, validates=validates, accumulates=accumulates)
+        self._resumable.pass_moment(take, ends_batch=True, validates=validates)
         return validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
@@ -241,9 +240,7 @@ class Fit:
         """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
-        take = functools.partial(self._take, "epoch")
-        accumulates = self._trainer.strategy.has_unsynchronized_gradients
-        self._resumable.pass_moment(take, ends_epoch=True, is_over=is_over, accumulates=accumulates)
+        self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:
@@ -260,7 +257,7 @@ class Fit:
         }
         checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
         if trainer.strategy.takes_local_steps:
-            trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
+            trainer.strategy.load_own_state(own["strategy"], True)
         own["loggers"] = loggers.places_of(trainer.loggers)
         yield checkpoint, own, self._about(train)
 

@@ -106,14 +106,15 @@ def nothing() -> Iterator[Content]:
 def test_while_gradients_accumulate_no_file_is_written_and_no_run_stops(tmp_path: Path) -> None:
     """A run is cut where no gradients wait to be synchronized."""
     options = ResumeOptions(path := tmp_path / "run.pt", every=1)
-    run = ResumableRun(options)
+    waits = iter([True, False, True, False])
+    run = ResumableRun(options, accumulates=lambda: next(waits))
     with run.opened():
-        run.pass_moment(nothing, ends_batch=True, accumulates=True)
+        run.pass_moment(nothing, ends_batch=True)
         assert not path.exists()
         run.pass_moment(nothing, ends_batch=True)
         assert path.exists()
         options.preemption.request("the test")
-        run.pass_moment(nothing, ends_batch=True, validates=True, accumulates=True)
+        run.pass_moment(nothing, ends_batch=True, validates=True)
         run.pass_moment_of_validation()
         with pytest.raises(Preempted):
             run.pass_moment(nothing, ends_batch=True)
