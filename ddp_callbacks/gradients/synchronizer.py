@@ -29,7 +29,8 @@ import torch.distributed as dist
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
+from ddp_callbacks.comm.collectives import all_reduce
+from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
@@ -61,9 +62,8 @@ class GradientSynchronizer:
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
             state (see :class:`ddp_callbacks.comm.hooks.GradBucket`). ``None`` is the exact all-reduce.
-        compress: How to send less over the network between nodes: in half precision (``"bf16"``, ``"fp16"``) or as
-            matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps every sum exact, as it always is on a
-            single node.
+        compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
+            keeps every sum exact, as it always is on a single node.
         process_group: The ranks' process group; ``None`` is the default group.
         room: How many numbers each rank can send with the gradients (:meth:`carry`).
 
@@ -90,13 +90,10 @@ class GradientSynchronizer:
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.room = room
-        self._module = module
-        self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
-        self._world_size = get_world_size(process_group)
-        if self._world_size == 1:
+        if get_world_size(process_group) == 1:
             return
         begin_run(process_group)
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
@@ -104,11 +101,12 @@ class GradientSynchronizer:
         refuse_foreign_hooks(parameters, names)
         _require_same_way(module, bucket_cap_mb, comm_hook, compress, room, process_group)
         devices = [parameter.device for parameter in parameters]
-        self._sums = BucketSums(resolve_group(process_group), devices, comm_hook, comm_state, compress)
+        sums = BucketSums(resolve_group(process_group), devices, comm_hook, comm_state, compress)
+        self._group = sums.group
         are_sparse = _sparse_parameters(module)
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
-        self._reducer = Reducer(dense, sparse, names, self._sums, bucket_cap_mb, room)
+        self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room)
         self._hooks = BackwardHooks(self._reducer, self._switch)
 
     @property
@@ -122,7 +120,7 @@ class GradientSynchronizer:
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
-        """Set this rank's weight in the following backwards. Local; does not block.
+        """Set this rank's weight in the following backwards. Without ``total`` a collective, otherwise local.
 
         A backward's contribution to the gradients is multiplied by ``weight / total``, inside :meth:`no_sync` as well
         as outside. Contributions accumulated earlier keep their weights. If you run a second backward outside before
@@ -132,16 +130,16 @@ class GradientSynchronizer:
             weight: Usually the number of samples (or tokens) that the local loss is the mean of. With 0 this rank takes
                 part, but zeros replace its contribution, which may be NaN.
             total: The sum of the ranks' weights, if known. If losses are sums, pass weight 1 and total 1 on all ranks.
-                With ``None``, the weight is sent with the gradients. Either all ranks pass ``None`` or none does.
+                With ``None``, the ranks sum their weights now: all must make this call, and it blocks until they have.
 
         Raises:
-            ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
+            PeerError: Without ``total``: another rank failed or died.
         """
         if self._reducer is not None:
-            self._reducer.weighing.set(weight, total)
+            self._reducer.weighing.set(weight, self._total(weight, total))
 
-    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
-        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Local; does not block.
+    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float | None = None) -> Undo:
+        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Blocks as that does.
 
         This is exact even if layers exchange gradients in backward (:class:`ddp_callbacks.BatchNormSynchronizer`). The
         value of the loss does not change.
@@ -154,23 +152,40 @@ class GradientSynchronizer:
             A function that undoes the weight. Call it after the backward if backwards without a weight follow; in these
             all ranks count equally.
         """
-        return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
+        if self._reducer is None:
+            return _nothing
+        return self._reducer.weighing.set_for(loss, weight, self._total(weight, total))
+
+    def _total(self, weight: float, total: float | None) -> float:
+        """Return ``total``, or the sum of the ranks' weights. A collective then."""
+        if total is not None:
+            return total
+        own = torch.tensor([float(weight)], dtype=torch.float64)
+        return float(all_reduce(own, "the weight of the loss", self._group))
 
     @property
     def is_enabled(self) -> bool:
         """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
         return self._switch.enabled
 
+    @property
+    def has_unsynchronized_gradients(self) -> bool:
+        """Whether gradients of :meth:`no_sync` wait for the next synchronization; equal on all ranks.
+
+        Always ``False`` with a single process.
+        """
+        return self._reducer is not None and self._reducer.accumulates
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated gradients.
 
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
-        backwards. Nothing blocks inside.
+        backwards. Nothing blocks inside. Don't save a checkpoint before the backward outside.
         """
-        before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
+        before, self._switch.enabled = self._switch.enabled, False
         if self._reducer is not None:
-            self._reducer.weighing.accumulates = True
+            self._reducer.accumulates = True
         try:
             yield
         finally:
@@ -207,59 +222,20 @@ class GradientSynchronizer:
             self._reducer.outgoing = numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
-
-        It has the gradients that :meth:`no_sync` has accumulated, the last weights, and the state of PowerSGD. Each
-        rank has a different state. Call it between two steps.
-        """
-        state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
-        if self._reducer is None:
-            return state
-        hook = state_of_hook(self._sums.hook_state)
-        return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict(), "hook": hook}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
-
-        With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
-        accumulated gradients, and PowerSGD starts from zero.
-
-        Args:
-            states: The result of :meth:`state_dict` on each rank.
+        """Return an empty state, for a checkpoint: between two steps there is nothing to save. Local.
 
         Raises:
-            ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
+            ConfigurationError: Gradients of :meth:`no_sync` are not synchronized yet.
         """
-        rank = 0 if self._reducer is None else self._sums.group.rank()
-        if len(states) == self._world_size:
-            self._load_own(states[rank])
-            return
-        gradients = _sum_of_gradients(states, self._world_size)
-        if gradients and self._reducer is not None:
-            self._reducer.weighing.accumulates = True
-        self._load_gradients(gradients if rank == 0 else {})
+        if self.has_unsynchronized_gradients:
+            raise ConfigurationError(
+                "a checkpoint holds no gradients that were accumulated in no_sync, and some wait. Save after the "
+                "backward that synchronizes, when has_unsynchronized_gradients is False."
+            )
+        return {}
 
-    def _load_own(self, state: Mapping[str, Any]) -> None:
-        if self._reducer is not None:
-            self._reducer.rounds = state["rounds"]
-            self._reducer.weighing.load_state_dict(state["weighing"])
-            load_state_of_hook(self._sums.hook_state, dict(state["hook"]))
-        self._load_gradients(state["gradients"])
-
-    def _accumulated(self) -> dict[str, torch.Tensor]:
-        """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
-        if not (self._has_accumulated if self._reducer is None else self._reducer.weighing.accumulates):
-            return {}
-        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
-        return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
-
-    def _load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        self._has_accumulated = self._has_accumulated or bool(gradients)
-        for name, parameter in self._module.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
-        if self._reducer is not None:
-            self._reducer.note_used(gradients)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
 
     def close(self) -> None:
         """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""
@@ -270,21 +246,6 @@ class GradientSynchronizer:
 
 def _nothing() -> None:
     pass
-
-
-def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
-    """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
-    if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
-        raise ConfigurationError(
-            f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
-            f"total, so {world_size} cannot resume from them. Start {len(states)}, or give weigh() the total."
-        )
-    factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
-    summed: dict[str, torch.Tensor] = {}
-    for state in states:
-        for name, gradient in state["gradients"].items():
-            summed[name] = summed[name] + gradient if name in summed else gradient
-    return {name: gradient * factor for name, gradient in summed.items()}
 
 
 def _require_same_way(

@@ -48,8 +48,8 @@ class CallbackStrategy(CallbackStrategyMixin):
         comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
             :class:`ddp_callbacks.GradientSynchronizer`.
         comm_state: The first argument of the hook.
-        compress: How to send less over the network between nodes: ``"bf16"``, ``"fp16"``, or
-            :class:`ddp_callbacks.PowerSGD` for low-rank matrices; ``None``: nothing is changed.
+        compress: Send over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``; ``None``: nothing is
+            changed.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to join, and for a silent process.
         start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
@@ -91,11 +91,12 @@ class Resume(ResumeMixin):
     resumes from it, and ``ckpt_path`` is ignored. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
-    the first batch of the training comes before the stop.
+    the first batch of the training comes before the stop, and on several processes, while gradients accumulate, the
+    batch that synchronizes them.
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. In addition it has what Lightning does not
-    save: the position in the loaders, logged values and metrics of the current pass, accumulated gradients, running
-    statistics, random states, and the module's plain attributes that the fit has changed.
+    save: the position in the loaders, logged values and metrics of the current pass, running statistics, random states,
+    and the module's plain attributes that the fit has changed.
 
     On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout
     masks than before, and the rest is equal up to rounding. The hooks that open the fit and the epoch run again; then

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.comm.scalars import ScalarExchange
@@ -151,13 +150,10 @@ class AllReduceGradients(DistributedCallback):
             raise _Skipped
         if self.world_size > 1:
             self._losses.look(loss, weight, where)
-        if WEIGHS_LOSS not in state:
+        if WEIGHS_LOSS in state:
+            synchronizer.weigh_loss(loss, weight, total)
+        else:
             synchronizer.weigh(weight, total)
-            return
-        if total is None:
-            own = torch.tensor([weight], dtype=torch.float64)
-            total = float(all_reduce(own, "the weight of the loss", self.process_group))
-        synchronizer.weigh_loss(loss, weight, total)
 
     def on_backward(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
@@ -188,16 +184,10 @@ class AllReduceGradients(DistributedCallback):
             self._synchronizer = None
 
     def local_state(self, state: State) -> dict[str, Any]:
-        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return {"engine": engine, "next_check": self._next_check, "skipped": self._skipped}
+        return {"next_check": self._next_check, "skipped": self._skipped}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        self._next_check = states.mine["next_check"]
-        engines = states.of("engine").of_ranks
-        if None not in engines:  # otherwise no training had begun
-            self.on_start_training(state)
-            in_training_pass(self._synchronizer).load_state_dict(engines)
-        self._skipped = states.mine["skipped"]
+        self._next_check, self._skipped = states.mine["next_check"], states.mine["skipped"]
 
     @contextmanager
     def _skipping(self, trial: Any) -> Iterator[None]:

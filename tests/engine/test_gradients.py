@@ -258,14 +258,6 @@ def other_shapes() -> None:
     GradientSynchronizer(nn.ModuleDict({"first": nn.Linear(2, 3 + rank), "last": last}))
 
 
-def change_a_weight_without_total() -> None:
-    sync = GradientSynchronizer(model := mlp())
-    for weight in (5, 7):
-        sync.weigh(weight)
-        with sync.no_sync():
-            backward(model, 0)
-
-
 def step_in_backward(parameter: Tensor) -> None:
     """Would see gradients before they are summed."""
     raise AssertionError("it was called")
@@ -290,10 +282,6 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
         "parameter first.weight: [3, 2] float32 on rank 0; [4, 2] float32 on rank 1",
         "parameter last.bias: [2] float32 on rank 0; [2] float32 frozen on rank 1",
     ),
-    change_a_weight_without_total: (
-        "a weight without a total must not change while gradients",
-        "it was weigh(5), got weigh(7)",
-    ),
     a_hook_before: (f"2.weight {HOOK}",),
     a_hook_afterwards: (f"0.weight {HOOK}",),
 }
@@ -306,12 +294,6 @@ def test_what_would_give_wrong_gradients_is_refused_with_the_reason(name: str) -
     with pytest.raises((ConfigurationError, MismatchError)) as caught:
         MISTAKES[name]()
     assert all(text in str(caught.value) for text in TOLD[MISTAKES[name]]), caught.value
-
-
-def test_gradients_under_weights_without_a_total_are_refused_on_another_number_of_ranks() -> None:
-    states = [{"gradients": {"0.weight": torch.ones(4, 4)}, "weighing": {"total": None}}] * 2
-    with pytest.raises(ConfigurationError, match=r"that 2 processes have accumulated .* Start 2, or give"):
-        GradientSynchronizer(mlp()).load_state_dict(states)
 
 
 # --- one process --------------------------------------------------------------------------------------------------
