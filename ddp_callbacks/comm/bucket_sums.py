@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.buckets import Bucket
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.compression import DTYPES, Compress
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.hosts import choose_all_reduce
@@ -90,7 +90,7 @@ class BucketSums:
         if grad is not None:
             grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
             parts = [grad.indices(), grad.values() / self.group.size()]
-        gathered = all_gather_tensors(is_dense, parts, "a sparse gradient", self.group)
+        gathered = all_gather_object((is_dense, parts), "a sparse gradient", self.group)
         sent = [part for _, part in gathered if part]
         indices = torch.cat([part[0] for part in sent], dim=1).to(like.device)
         values = torch.cat([part[1] for part in sent]).to(like.device)

@@ -152,11 +152,11 @@ def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_vari
 EXCHANGE = """
 import time
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 join_process_group()
 print("up", flush=True)
 end = time.monotonic() + 8
-while not any(all_gather_json(time.monotonic() > end, "whether it is over")):
+while not any(all_gather_object(time.monotonic() > end, "whether it is over")):
     time.sleep(0.1)
 leave_process_group()
 print("over", flush=True)
