@@ -95,7 +95,6 @@ class ShardData(DistributedCallback):
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
-        self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
@@ -142,15 +141,13 @@ class ShardData(DistributedCallback):
 
     def _divide_all(self, state: State) -> None:
         trial_state = state[torchbearer.SELF].state
-        predicts = aggregator_of(state) is not None  # nothing is trained, and BatchNorm is not synchronized
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
             if (data := trial_state[key]) is not None:
-                trains = key is torchbearer.TRAIN_DATA and not predicts
-                needed = self._samples_needed(state, data[0]) if trains else 1
+                needed = self._samples_needed(state, data[0]) if key is torchbearer.TRAIN_DATA else 1
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
-        if self.batch_size is not None and predicts:
+        if self.batch_size is not None and aggregator_of(state) is not None:
             self._deal_out(state)
         elif torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
@@ -185,18 +182,16 @@ class ShardData(DistributedCallback):
 
     on_sample_validation = on_sample
 
-    def on_start_validation(self, state: State) -> None:
-        self._is_mine = []
-
     def on_step_validation(self, state: State) -> None:
-        self._is_mine.append(share_of(state).local > 0)
+        aggregator = aggregator_of(state)
+        if self.world_size > 1 and aggregator is not None and not share_of(state).local:
+            del aggregator.predictions_list[-1:]  # another rank computes this batch
 
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
-            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
+            aggregator.predictions_list = gather_outputs(aggregator.predictions_list, self.process_group)[:limit]
             aggregator.on_end_validation(state)
 
     @contextmanager

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
-from trials import CLASSES, FEATURES, data, network, parameters, train, trial
+from trials import CLASSES, FEATURES, data, network, normalized, parameters, train, trial
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.errors import ConfigurationError, PeerError
@@ -428,6 +428,64 @@ def test_a_trial_predicts_all_samples_after_a_run_that_raised() -> None:
     with contextlib.suppress(KeyError, PeerError):
         made.run(2)
     assert_equal(look(made), look(looked_at([])), relative=1e-10)
+
+
+@WORLD
+def test_a_callback_that_evaluates_within_a_run_finds_synchronized_batch_norm_and_leaves_it() -> None:
+    def looks(ddp: list[Callback]) -> list[Any]:
+        @torchbearer.callbacks.on_end_epoch
+        def at_the_end(state: Any) -> None:
+            if state[torchbearer.MAX_EPOCHS] == 3:
+                seen.append(look(made))
+
+        seen: list[Any] = []
+        made = looked_at(ddp, model=normalized(), callbacks=[at_the_end])
+        seen.append(made.run(3))
+        assert "Synchronized" not in repr(made.state[torchbearer.MODEL])
+        return [*seen, parameters(made)]
+
+    assert_equal(looks([DDPCallback(sync_batchnorm=True)]), looks([]), relative=1e-10)
+
+
+@WORLD
+@pytest.mark.parametrize("event", ["on_start", "on_start_validation", "on_end_validation", "on_end"])
+def test_an_evaluation_within_a_prediction_sees_all_samples_once(event: str) -> None:
+    def looks(ddp: list[Callback]) -> list[Any]:
+        seen: list[Any] = []
+
+        def evaluate(state: Any) -> None:
+            setattr(watch, event, lambda state: None)
+            seen.append(made.evaluate())
+
+        setattr(watch := Callback(), event, evaluate)
+        made = looked_at(ddp, callbacks=[watch])
+        return [made.predict(), *seen]
+
+    assert_equal(looks([DDPCallback()]), looks([]), relative=1e-10)
+
+
+@WORLD
+def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -> None:
+    def trained(ddp: list[Callback]) -> Any:
+        def fail(state: Any) -> None:
+            del watch.on_end_validation
+            raise KeyError("enough")
+
+        watch = Callback()
+        watch.on_end_validation = fail
+        made = looked_at(ddp, callbacks=[watch])
+        with contextlib.suppress(KeyError, PeerError):
+            made.predict()
+        return [made.run(2), made.evaluate(), parameters(made)]
+
+    assert_equal(trained([DDPCallback()]), trained([]), relative=1e-10)
+
+
+@WORLD
+def test_batches_too_short_for_batch_norm_train_on_fewer_processes_after_a_prediction() -> None:
+    made = looked_at([DDPCallback()], model=normalized())
+    made.predict()
+    made.run(1)
 
 
 @WORLD
