@@ -34,9 +34,6 @@ SHARE = torchbearer.state_key("ddp_callbacks_share")
 WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
 """State key, set if the loss must be weighted before backward because layers (SyncBatchNorm) communicate in it."""
 
-RUN_RANDOM_STATE = torchbearer.state_key("ddp_callbacks_run_random_state")
-"""State key of the run's :class:`ddp_callbacks.data.random_state.RunRandomState`, if the ranks draw apart."""
-
 RANDOM_STATE = "ddp_callbacks_random_state"
 """Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
 

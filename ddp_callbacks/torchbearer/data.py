@@ -9,8 +9,7 @@ all others                                        the same, if a user's callback
 ================================================  ====================================================================
 
 An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
-ranks are synchronized again before the next event in ``_MEETING``. The message that merges the metrics of a pass
-synchronizes them, too.
+ranks are synchronized again before the next event in ``_MEETING``.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.data.outputs import gather_outputs
@@ -40,7 +38,6 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import (
     CALLS,
     DATA_KEYS,
-    RUN_RANDOM_STATE,
     SHARE,
     WEIGHS_LOSS,
     DistributedCallback,
@@ -95,6 +92,7 @@ class ShardData(DistributedCallback):
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
+        self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
@@ -166,13 +164,9 @@ class ShardData(DistributedCallback):
     def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
         has_generator = any((self._undivided[key] or (None,))[0] is not None for key in DATA_KEYS)
         if has_generator or self.batch_size == "per_process":
-            tensors: list[torch.Tensor] = []
-            header = pack([sorted(self._drawing), random_state.offer()], tensors)
-            found = all_gather_tensors(header, tensors, "the random state", self.process_group)
-            drawing, (offered, *_) = zip(*itertools.starmap(unpack, found), strict=True)
+            drawing = all_gather_json(sorted(self._drawing), "the callbacks' events", self.process_group)
             self._drawing.update(*drawing)  # a callback may be on one rank only
-            random_state.accept(offered)
-            state[RUN_RANDOM_STATE] = random_state
+            random_state.synchronize()
         else:
             broadcast_rng_state(self.process_group)
 
@@ -182,16 +176,20 @@ class ShardData(DistributedCallback):
 
     on_sample_validation = on_sample
 
+    def on_start_validation(self, state: State) -> None:
+        if aggregator_of(state) is not None:  # not in an evaluation within the prediction
+            self._is_mine = []
+
     def on_step_validation(self, state: State) -> None:
-        aggregator = aggregator_of(state)
-        if self.world_size > 1 and aggregator is not None and not share_of(state).local:
-            del aggregator.predictions_list[-1:]  # another rank computes this batch
+        if aggregator_of(state) is not None:
+            self._is_mine.append(share_of(state).local > 0)
 
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
+            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = gather_outputs(aggregator.predictions_list, self.process_group)[:limit]
+            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
             aggregator.on_end_validation(state)
 
     @contextmanager

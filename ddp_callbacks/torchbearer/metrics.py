@@ -20,11 +20,9 @@ from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attribute
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.data.batch_logs import BatchLog, merge_batch_logs
-from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import (
-    RUN_RANDOM_STATE,
     DistributedCallback,
     LocalStates,
     LossWeight,
@@ -159,6 +157,8 @@ class MetricsPass:
             self._replace(metric, "process", process)
         elif isinstance(metric, RunningMean) and _torchbearer.is_of_scalars(metric):
             self._replace(metric, "process", process_running)
+            # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
+            self._restore.callback(lambda: _torchbearer.run_on(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
             self._restore.enter_context(_torchbearer.without_running(metric))
 
@@ -189,30 +189,22 @@ class MetricsPass:
 
     def _process_final(self, state: State) -> dict[str, Any]:
         self.close()
-        random_state = state.get(RUN_RANDOM_STATE)
-        running = self._merge(random_state if random_state is not None and random_state.is_open else None)
-        final = running | MetricList.process_final(self._list, state)
+        final = self._merge() | MetricList.process_final(self._list, state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
         return final if is_settled else _settle(final, self._samples, self._group)
 
-    def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
-        """Merge the metrics; return the values of running means, which have no final value. A collective.
-
-        Callbacks draw next, alike on all ranks, so the message also carries the random state.
-        """
+    def _merge(self) -> dict[str, Any]:
+        """Merge the metrics; return the values of running means, which have no final value. A collective."""
         mine = {
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
             "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
             "rows": self._rows,
             "logs": [log.columns() for log in self._logs],
-            "random": random_state and random_state.offer(),
         }
         tensors: list[torch.Tensor] = []
         gathered = all_gather_tensors(pack(mine, tensors), tensors, "the merging of the metrics", self._group)
         of_ranks = [unpack(*found) for found in gathered]
         _require_same([found["names"] for found in of_ranks])
-        if random_state is not None:
-            random_state.accept(of_ranks[0]["random"])
         return _join(self._metrics, of_ranks, self._windows, self._reduction)
 
 

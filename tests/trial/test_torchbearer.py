@@ -465,6 +465,21 @@ def test_an_evaluation_within_a_prediction_sees_all_samples_once(event: str) -> 
 
 
 @WORLD
+def test_after_a_pass_that_raised_all_processes_have_the_same_running_loss() -> None:
+    def fail(state: Any) -> None:
+        if state[torchbearer.BATCH] == 2:
+            del watch.on_backward
+            raise KeyError("enough")
+
+    watch = Callback()
+    watch.on_backward = fail
+    made = looked_at([DDPCallback()], callbacks=[watch])
+    with contextlib.suppress(KeyError, PeerError):
+        made.run(1)
+    assert_equal(*by_rank([dict(epoch) for epoch in made.run(2)]), 0.0)
+
+
+@WORLD
 def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -> None:
     def trained(ddp: list[Callback]) -> Any:
         def fail(state: Any) -> None:
