@@ -7,6 +7,9 @@ factor is 1, as in batches of equal parts. Gradients are divided by the number o
 sum of an earlier backward, which is equal on all ranks, counts once. A contribution with weight 0 is replaced by zeros
 instead of multiplied: the mean over no samples is NaN.
 
+A rank that does not know the total multiplies by ``weight / total`` when gradients are sent, with the total of the
+previous backward. A factor for the sum corrects that.
+
 Alternatively, the loss is weighted at its root, which needs no multiplication of gradients. This is required if layers
 exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 """
@@ -21,6 +24,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from ddp_callbacks.errors import ConfigurationError
+
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
@@ -30,21 +35,35 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Weighing:
-    """The weights of one rank's backwards. Local.
+    """The weights of one rank's backwards. Local, except for :meth:`agree`.
 
     Args:
         parameters: The parameters whose gradients are weighted.
+        used: One flag per parameter; the caller sets it from the first contribution until the next synchronization.
         world_size: Number of ranks.
+
+    Attributes:
+        weight: This rank's weight in the following backwards.
+        total: The sum of the ranks' weights; ``None`` if unknown here.
+        accumulates: Whether contributions may wait for the next synchronization; the caller sets it.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], world_size: int) -> None:
-        self._parameters, self._world_size = parameters, world_size
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], used: list[bool], world_size: int) -> None:
+        self._parameters, self._used, self._world_size = parameters, used, world_size
+        self.weight = 1.0
+        self.total: float | None = float(world_size)
+        self.accumulates = False
+        self._supposed = 0.0  # if the total is unknown: that of the last synchronization
         self._factor = 1.0  # for each contribution
         self._hooked: list[tuple[Node, RemovableHandle]] = []
 
-    def set(self, weight: float, total: float) -> None:
-        """Set the weight of the following backwards, and the sum of the ranks' weights."""
-        self._multiply(self._factor_of(float(weight), float(total)))
+    def set(self, weight: float, total: float | None) -> None:
+        """Set the weight of the following backwards."""
+        weight, total = float(weight), None if total is None else float(total)
+        if self.accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
+            self._require_nothing_accumulated(weight, total)
+        self.weight, self.total = weight, total
+        self._multiply(float(weight > 0) if total is None else self._factor_of(weight, total))
 
     def set_for(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
         """Weight the backward of ``loss`` at its root; call the result to undo it."""
@@ -64,6 +83,32 @@ class Weighing:
             self.set(1.0, self._world_size)
 
         return undo
+
+    def agree(self, sum_over_ranks: Callable[[float], float]) -> None:
+        """Get an unknown total from all ranks, unless the last total can stand in for it. A collective then.
+
+        Gradients are divided by it before they are summed, so that half precision does not overflow.
+        """
+        if self.total is None and not self._supposed:
+            self._supposed = sum_over_ranks(self.weight)
+
+    @property
+    def unit(self) -> float:
+        """The factor for gradients when they are sent."""
+        if self.total is None:
+            return self.weight / self._supposed if self._supposed else 0.0
+        return 1 / self._world_size
+
+    def correct(self, weights: float) -> float:
+        """Return the factor for the sum, in case the total was not the supposed one; 0 if all ranks have weight 0.
+
+        Args:
+            weights: The sum of the ranks' weights.
+        """
+        if self.total is not None:
+            return 1.0
+        supposed, self._supposed = self._supposed, weights
+        return supposed / weights if weights else 0.0
 
     def close(self) -> None:
         """Remove every hook."""
@@ -88,6 +133,15 @@ class Weighing:
             return _zeros(gradients)
         return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
 
+    def _require_nothing_accumulated(self, weight: float, total: float | None) -> None:
+        waiting = zip(self._parameters, self._used, strict=True)
+        if any(used and parameter.grad is not None for parameter, used in waiting):
+            raise ConfigurationError(
+                "a weight without a total must not change while gradients that were accumulated in no_sync wait: it "
+                f"was {_weight_and_total(self.weight, self.total)}, got {_weight_and_total(weight, total)}. Give the "
+                "total in each weigh(weight, total), the sum of the ranks' weights; or weigh_loss(loss, weight, total)."
+            )
+
 
 @contextmanager
 def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
@@ -107,6 +161,10 @@ def accumulation_of(parameter: torch.nn.Parameter) -> Node:
     while node.next_functions:  # a view of a subclass of torch.Tensor has several nodes
         node = node.next_functions[0][0]
     return node  # type: ignore[no-any-return]
+
+
+def _weight_and_total(weight: float, total: float | None) -> str:
+    return f"weigh({weight:g})" if total is None else f"weigh({weight:g}, {total:g})"
 
 
 def silence(loss: torch.Tensor) -> list[RemovableHandle]:

@@ -78,8 +78,8 @@ class BucketSums:
         if isinstance(bucket.sum, FutureWork):
             wait(Launched(bucket.sum.future), bucket.doing, self.group)
 
-    def sum_sparse(self, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Return the mean of ``grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.
+    def sum_sparse(self, grad: torch.Tensor | None, factor: float, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.
 
         Args:
             grad: This rank's gradient of an embedding, if it has one.
@@ -89,7 +89,8 @@ class BucketSums:
         is_dense = grad is not None and not grad.is_sparse  # a layer tied to the embedding
         if grad is not None:
             grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
-            parts = [grad.indices(), grad.values() / self.group.size()]
+            rows = slice(None if factor else 0)
+            parts = [grad.indices()[:, rows], grad.values()[rows] * factor]
         gathered = all_gather_object((is_dense, parts), "a sparse gradient", self.group)
         sent = [part for _, part in gathered if part]
         indices = torch.cat([part[0] for part in sent], dim=1).to(like.device)

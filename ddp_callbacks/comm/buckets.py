@@ -127,13 +127,13 @@ class Bucket:
         gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
             self.forget_lost(used)
-            # If a parameter is unused on all ranks, its earlier gradient stays: don't overwrite.
-            self.memory = self.pool.take(in_place=all(used[slot] for slot in self.slots))
+            # If this rank has weight 0, or a parameter is unused on all ranks, earlier gradients stay: don't overwrite.
+            self.memory = self.pool.take(in_place=scale != 0 and all(used[slot] for slot in self.slots))
         else:
             gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
         copy_in(self.memory, gradients, scale)
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
-            if used[slot]:
+            if used[slot] and scale:
                 parameter.grad = None
 
     def wait(self) -> None:
@@ -151,9 +151,9 @@ class Bucket:
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 
-    def write_back(self, used: list[bool]) -> None:
-        """Set the gradients of used parameters to the reduced ones."""
+    def write_back(self, used: list[bool], keeps: bool) -> None:
+        """Set the gradients of used parameters to the reduced ones; with ``keeps``, only where they are ``None``."""
         assert self.memory is not None
         for slot, parameter, view in zip(self.slots, self.pool.parameters, self.memory.views, strict=True):
-            if used[slot]:
+            if used[slot] and not (keeps and parameter.grad is not None):
                 parameter.grad = view

@@ -95,10 +95,15 @@ class BufferPool:
 
 
 def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
-    """Write ``scale * gradient`` into each view; zeros for ``None``.
+    """Write ``scale * gradient`` into each view; zeros for ``None``, and everywhere if ``scale`` is 0.
 
     Either all gradients are the views themselves, or none is.
+
+    A rank with weight 0 may hold NaN (the mean over no samples), which must not reach other ranks.
     """
+    if scale == 0:
+        memory.flat[: memory.numel].zero_()
+        return
     sources, targets = [], []
     for gradient, view in zip(gradients, memory.views, strict=True):
         if gradient is None:

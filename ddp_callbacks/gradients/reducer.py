@@ -38,7 +38,6 @@ class Reducer:
         used: For each parameter, whether it has a gradient since the last synchronization.
         buckets: The buckets of the dense gradients.
         weighing: The weights of this rank's backwards.
-        accumulates: Whether gradients of ``no_sync`` wait for the next synchronization; the caller sets it.
         rounds: The number of complete synchronizations.
         outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
         carried: All ranks' numbers from the last synchronization that had some, by rank.
@@ -63,13 +62,12 @@ class Reducer:
         self.parameters, self.dense, self.names = [*dense, *sparse], len(dense), names
         self.used = [False] * len(self.parameters)
         self._sums, self._group = sums, sums.group
-        self.weighing = Weighing(self.parameters, self._group.size())
-        self.accumulates = False
+        self.weighing = Weighing(self.parameters, self.used, self._group.size())
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
         assigned = assign_buckets(dense, bucket_cap_mb)
-        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), room)
+        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
             for index, slots in enumerate(assigned)
@@ -78,11 +76,11 @@ class Reducer:
         self._planned: list[Bucket] = []  # the buckets that this backward should fill, in launch order
         self._launched = 0  # how many planned buckets are launched
         self._carries_metadata = False  # whether the last planned bucket does
-        self._scale = sums.divisor / self._group.size()  # the factor for gradients before the sum
+        self._scale = 1.0  # the factor for gradients before the sum
         self._is_finished = True  # False after an exception has ended a backward
 
     def begin(self) -> None:
-        """Begin a synchronization. Local."""
+        """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
         if not self._is_finished:  # drop the sums and memory of the previous one
             for bucket in self.buckets:
                 bucket.pool.abandon()
@@ -92,6 +90,11 @@ class Reducer:
         self._planned = [self.buckets[index] for index in self._forecast.guess]
         self._launched = 0
         self._carries_metadata = bool(self._planned) and self._sums.can_carry_metadata(self._planned[-1])
+        self.weighing.agree(self._first_total)
+        self._scale = self.weighing.unit * self._sums.divisor
+
+    def _first_total(self, weight: float) -> float:
+        return float(all_reduce(torch.tensor([weight], dtype=torch.float64), "the first weight", self._group))
 
     def mark(self, bucket: Bucket, position: int) -> None:
         """Mark a gradient as complete; launch full buckets in order, but not the one that carries the metadata."""
@@ -110,17 +113,20 @@ class Reducer:
             self._launch(bucket)
         trained, dirty, used, numbers = self._format.decode(self._exchange_metadata())
         if self.outgoing is not None:
-            self.carried, self.outgoing = numbers, None
+            self.carried, self.outgoing = [carried for _, *carried in numbers], None
         self._require_same_trained(trained)
         filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
         self._send_rest(filled, dirty)
+        correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
         for bucket in filled:
-            bucket.write_back(used)
-        for parameter, is_used in zip(self.parameters[self.dense :], used[self.dense :], strict=True):
-            if is_used:
-                parameter.grad = self._sums.sum_sparse(parameter.grad, parameter)
+            if correction != 1:
+                bucket.reduced().mul_(correction)
+            bucket.write_back(used, keeps=not correction)
+        for slot in range(self.dense, len(self.parameters)):
+            if used[slot]:
+                self._sum_sparse(self.parameters[slot], keeps=not correction)
         self._forecast.note([bucket.index for bucket in filled])
-        self.accumulates = False
+        self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self.rounds += 1
@@ -137,8 +143,8 @@ class Reducer:
     def _message(self) -> torch.Tensor:
         """Return this rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
-        outgoing = [0.0] * self._format.numbers if self.outgoing is None else self.outgoing
-        return self._format.encode(self._trained(), dirty, self.used, outgoing)
+        outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
+        return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
         """Return a checksum of the trained parameters; float32 holds its sum over the ranks exactly."""
@@ -177,6 +183,11 @@ class Reducer:
         bucket.fill(self._scale, self.used)
         self._sums.launch(bucket)
         bucket.wait()
+
+    def _sum_sparse(self, parameter: torch.nn.Parameter, keeps: bool) -> None:
+        summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+        if not (keeps and parameter.grad is not None):
+            parameter.grad = summed
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:

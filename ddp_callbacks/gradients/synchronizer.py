@@ -29,7 +29,6 @@ import torch.distributed as dist
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
@@ -120,7 +119,7 @@ class GradientSynchronizer:
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
-        """Set this rank's weight in the following backwards. Without ``total`` a collective, otherwise local.
+        """Set this rank's weight in the following backwards. Local; does not block.
 
         A backward's contribution to the gradients is multiplied by ``weight / total``, inside :meth:`no_sync` as well
         as outside. Contributions accumulated earlier keep their weights. If you run a second backward outside before
@@ -130,16 +129,16 @@ class GradientSynchronizer:
             weight: Usually the number of samples (or tokens) that the local loss is the mean of. With 0 this rank takes
                 part, but zeros replace its contribution, which may be NaN.
             total: The sum of the ranks' weights, if known. If losses are sums, pass weight 1 and total 1 on all ranks.
-                With ``None``, the ranks sum their weights now: all must make this call, and it blocks until they have.
+                With ``None``, the weight is sent with the gradients. Either all ranks pass ``None`` or none does.
 
         Raises:
-            PeerError: Without ``total``: another rank failed or died.
+            ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
         """
         if self._reducer is not None:
-            self._reducer.weighing.set(weight, self._total(weight, total))
+            self._reducer.weighing.set(weight, total)
 
-    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float | None = None) -> Undo:
-        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Blocks as that does.
+    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
+        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Local; does not block.
 
         This is exact even if layers exchange gradients in backward (:class:`ddp_callbacks.BatchNormSynchronizer`). The
         value of the loss does not change.
@@ -152,16 +151,7 @@ class GradientSynchronizer:
             A function that undoes the weight. Call it after the backward if backwards without a weight follow; in these
             all ranks count equally.
         """
-        if self._reducer is None:
-            return _nothing
-        return self._reducer.weighing.set_for(loss, weight, self._total(weight, total))
-
-    def _total(self, weight: float, total: float | None) -> float:
-        """Return ``total``, or the sum of the ranks' weights. A collective then."""
-        if total is not None:
-            return total
-        own = torch.tensor([float(weight)], dtype=torch.float64)
-        return float(all_reduce(own, "the weight of the loss", self._group))
+        return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
 
     @property
     def is_enabled(self) -> bool:
@@ -174,7 +164,7 @@ class GradientSynchronizer:
 
         Always ``False`` with a single process.
         """
-        return self._reducer is not None and self._reducer.accumulates
+        return self._reducer is not None and self._reducer.weighing.accumulates
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -185,7 +175,7 @@ class GradientSynchronizer:
         """
         before, self._switch.enabled = self._switch.enabled, False
         if self._reducer is not None:
-            self._reducer.accumulates = True
+            self._reducer.weighing.accumulates = True
         try:
             yield
         finally:

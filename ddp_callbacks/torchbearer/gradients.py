@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -149,10 +150,13 @@ class AllReduceGradients(DistributedCallback):
             raise _Skipped
         if self.world_size > 1:
             self._losses.look(loss, weight, where)
-        if WEIGHS_LOSS in state:
-            synchronizer.weigh_loss(loss, weight, total)
-        else:
+        if WEIGHS_LOSS not in state:
             synchronizer.weigh(weight, total)
+            return
+        if total is None:
+            own = torch.tensor([weight], dtype=torch.float64)
+            total = float(all_reduce(own, "the weight of the loss", self.process_group))
+        synchronizer.weigh_loss(loss, weight, total)
 
     def on_backward(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)

@@ -258,6 +258,14 @@ def other_shapes() -> None:
     GradientSynchronizer(nn.ModuleDict({"first": nn.Linear(2, 3 + rank), "last": last}))
 
 
+def change_a_weight_without_total() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    for weight in (5, 7):
+        sync.weigh(weight)
+        with sync.no_sync():
+            backward(model, 0)
+
+
 def step_in_backward(parameter: Tensor) -> None:
     """Would see gradients before they are summed."""
     raise AssertionError("it was called")
@@ -281,6 +289,10 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
         "parameter first.weight: [3, 2] float32 on rank 0; [4, 2] float32 on rank 1",
         "parameter last.bias: [2] float32 on rank 0; [2] float32 frozen on rank 1",
+    ),
+    change_a_weight_without_total: (
+        "a weight without a total must not change while gradients",
+        "it was weigh(5), got weigh(7)",
     ),
     a_hook_before: (f"2.weight {HOOK}",),
     a_hook_afterwards: (f"0.weight {HOOK}",),

@@ -187,11 +187,14 @@ class _Drawing:
     def backwards(self, frozen: Sequence[int], zero: str) -> Iterator[Backward]:
         """Some in ``no_sync`` or not, and a last one that usually synchronizes."""
         are_local = [self.chance(0.7) for _ in range(self.random.randint(0, 3))] if self.accumulates else []
+        samples = self.samples()
         for is_local in [*are_local, self.accumulates and self.chance(0.1)]:
+            if self.weighing != "no total" or not any(are_local):  # without a total, a weight must not change there
+                samples = self.samples()
             special = self.random.choice(SPECIALS) if self.is_special else ""
             if special == "frozen late" and are_local:  # gradients that wait would be gone
                 special = ""
-            yield self.backward(self.samples(), special, is_local, frozen)
+            yield self.backward(samples, special, is_local, frozen)
 
     def backward(
         self, samples: tuple[int, ...], special: str, is_local: bool = False, frozen: Sequence[int] = ()
