@@ -19,7 +19,7 @@ from ddp_callbacks._torch import non_persistent_buffers
 from ddp_callbacks.comm.agreement import SHOWN, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
 from ddp_callbacks.comm.codec import Json, pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -102,10 +102,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
     if get_world_size(group) == 1:
         return
     doing, device = "the optimizer's state", torch.device("cpu")
-    tensors: list[torch.Tensor] = []
-    header = pack(optimizer.state_dict(), tensors) if get_rank(group) == 0 else None
+    header, tensors = pack(optimizer.state_dict() if get_rank(group) == 0 else None)
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    (header, specs), _ = broadcast_tensors([header, specs], [], doing, group)
+    header, specs = broadcast_object([header, specs], doing, group)
     if get_rank(group) == 0:
         tensors = [tensor.detach().to(device) for tensor in tensors]
     else:
@@ -119,7 +118,7 @@ def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) 
     """Raise if ranks share a GPU: NCCL's own error message names a bus and no remedy. A collective under NCCL."""
     if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return
-    seen = all_gather_json(_gpus_of(module), "the GPUs of the ranks", group)
+    seen = all_gather_object(_gpus_of(module), "the GPUs of the ranks", group)
     for gpu in sorted(set().union(*seen)):
         sharing = [describe_rank(resolve_group(group), rank) for rank, gpus in enumerate(seen) if gpu in gpus]
         if len(sharing) > 1:
@@ -141,7 +140,7 @@ def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessG
     small = [tensor.detach() for tensor in tensors if tensor.nbytes < MESSAGE_NBYTES]
     for start in range(0, len(small), _PACKED):
         some = small[start : start + _PACKED]
-        for tensor, found in zip(some, broadcast_tensors(None, some, doing, group)[1], strict=True):
+        for tensor, found in zip(some, broadcast_object(some, doing, group), strict=True):
             tensor.copy_(found)
     for tensor in tensors:
         if tensor.nbytes >= MESSAGE_NBYTES:
@@ -203,13 +202,13 @@ def require_equal_replicas(
     named = dict(_compared(module))
     whole = checksum_of_replica(module)
     own = [whole, _processor(named), socket.gethostname(), note]
-    found, processors, hosts, notes = zip(*all_gather_json(own, "the comparison of the replicas", group), strict=True)
+    found, processors, hosts, notes = zip(*all_gather_object(own, "the comparison of the replicas", group), strict=True)
     if all(other == whole for other in found):
         return list(notes)
     checksums = [checksum_of_memory(memory_of(tensor)) for tensor in named.values()]
-    by_rank = all_gather_json(checksums, "the checksums of the replicas", group)
+    by_rank = all_gather_object(checksums, "the checksums of the replicas", group)
     differing = [name for name, found in zip(named, zip(*by_rank, strict=True), strict=True) if len(set(found)) > 1]
-    distances = all_gather_json([_take(named[name], group) for name in differing], "distances of the replicas", group)
+    distances = all_gather_object([_take(named[name], group) for name in differing], "distances of the replicas", group)
     lines = [
         _line(name, [found[list(named).index(name)] for found in by_rank], max(map(float, distance)), hosts)
         for name, distance in zip(differing, zip(*distances, strict=True), strict=True)
@@ -237,7 +236,7 @@ def require_same_checkpoint(loaded: str | None, source: str, group: dist.Process
         MismatchError: On every rank; names what each rank resumes from.
         PeerError: Another rank failed or died.
     """
-    gathered = all_gather_json([loaded, source], "what the ranks resume from", group)
+    gathered = all_gather_object([loaded, source], "what the ranks resume from", group)
     if all(found == loaded for found, _ in gathered):
         return
     mine = "nothing" if loaded is None else f"{source} ({loaded})"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
-from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError
@@ -160,10 +160,11 @@ def _compare(
         return found
 
     expected = of_whole()
-    differing = _on_rank_zero(_differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING), group)
+    found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
+    differing = broadcast_object(found, _DOING, group)
     if not differing:
         return
-    if _on_rank_zero(_differences(of_whole(), expected), group):
+    if broadcast_object(_differences(of_whole(), expected), _DOING, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "even with dropout layers off. The model is random, or its gradients are not finite."
@@ -174,7 +175,7 @@ def _compare(
         f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    raise MismatchError(_on_rank_zero(text + _remedy(module, adds_up), group))
+    raise MismatchError(broadcast_object(text + _remedy(module, adds_up), _DOING, group))
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
@@ -191,10 +192,6 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
     if any_rank(found is None, _DOING, group):
         raise ConfigurationError("the gradient of the first batch cannot be computed during training.")
     return found
-
-
-def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
-    return broadcast_tensors(value, [], _DOING, group)[0]
 
 
 def _differences(found: list[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:

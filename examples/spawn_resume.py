@@ -32,7 +32,7 @@ from ddp_callbacks import (
     spawn,
     with_shares,
 )
-from ddp_callbacks.comm import all_gather_json, all_reduce
+from ddp_callbacks.comm import all_gather_object, all_reduce
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.data.shares import slice_bounds
 from ddp_callbacks.environment import WorkerEnv
@@ -200,7 +200,7 @@ def save_checkpoint(path: str | None, parts: dict[str, Any], epochs: int) -> Non
 def report(model: nn.Module, counts: tuple[int, int], worker: WorkerEnv) -> None:
     """The last line: do all processes hold the same parameters, and how good are they?"""
     parameters = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
-    checksums = all_gather_json(f"{zlib.crc32(parameters.numpy().tobytes()):08x}", "the checksums")
+    checksums = all_gather_object(f"{zlib.crc32(parameters.numpy().tobytes()):08x}", "the checksums")
     if len(set(checksums)) > 1:
         sys.exit(f"the processes hold different parameters: checksums {', '.join(checksums)}")
     if worker.rank == 0:

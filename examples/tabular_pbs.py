@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_callbacks.lightning  # noqa: F401  registers the strategy
-from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm import all_gather_object
 
 PRESENT, MISSING = 20, 10  # the measurements that every row has, and those that some rows lack
 
@@ -101,7 +101,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(module, train_loader, test_loader)
-    report(trainer, all_gather_json(module.filled[: len(train_loader)], "the use of the layer"))
+    report(trainer, all_gather_object(module.filled[: len(train_loader)], "the use of the layer"))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import Callback, CSVLogger
 
 from ddp_callbacks import join_process_group
-from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm import all_gather_object
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.torchbearer import DDPCallback, Flatten
 
@@ -95,7 +95,7 @@ def load_mnist(root: str, worker: WorkerEnv) -> tuple[Any, Any]:
     # One process of each node downloads what is missing, while the others wait.
     if worker.local_rank == 0:
         load(download=True)
-    all_gather_json(None, "MNIST to be downloaded")
+    all_gather_object(None, "MNIST to be downloaded")
     return load(download=False)
 
 

@@ -19,7 +19,7 @@ from ddp_callbacks.checkpoints import disk
 from ddp_callbacks.checkpoints.claim import Claim
 from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
-from ddp_callbacks.comm.collectives import broadcast_tensors, gather_bytes
+from ddp_callbacks.comm.collectives import broadcast_object, gather_bytes
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.presence import OWN_THREADS
@@ -100,7 +100,7 @@ class CheckpointFile:
         found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self.process_group)
         name, file, content = found or (None, None, None)
         if get_world_size(self.process_group) > 1:
-            (name,), _ = broadcast_tensors([name], [], _READ, self.process_group)
+            name = broadcast_object(name, _READ, self.process_group)
             if name is not None:
                 received = broadcast_file(file, _READ, self.process_group)
                 content = disk.load_whole(received, name, self._weights_only) if content is None else content

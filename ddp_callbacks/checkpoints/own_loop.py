@@ -16,7 +16,7 @@ from ddp_callbacks.checkpoints.file import CheckpointFile
 from ddp_callbacks.checkpoints.format import LocalStates, describe_loader, describe_model, require_same
 from ddp_callbacks.checkpoints.resume import closed_windows, load_buffers
 from ddp_callbacks.comm.checksums import checksum_of
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
@@ -150,7 +150,7 @@ def _load_all(objects: Objects, shared: dict[str, Any], states: LocalStates, gro
 
 def _load_random_state(states: LocalStates, group: dist.ProcessGroup | None) -> None:
     """Load the random states. On another number of ranks, generators that are equal on all ranks now stay equal."""
-    by_rank = all_gather_json([checksum_of(part) for part in get_global_state()], _COMPARE, group)
+    by_rank = all_gather_object([checksum_of(part) for part in get_global_state()], _COMPARE, group)
     saved = states.mine[_RANDOM]
     set_global_state(saved)
     if not states.is_same_world:
@@ -162,7 +162,7 @@ def _load_random_state(states: LocalStates, group: dist.ProcessGroup | None) -> 
 
 def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:
     """Return the names of the ``tensors`` that differ between the ranks. A collective."""
-    by_rank = all_gather_json([checksum_of(value) for value in tensors.values()], _COMPARE, file.process_group)
+    by_rank = all_gather_object([checksum_of(value) for value in tensors.values()], _COMPARE, file.process_group)
     return [name for name, *seen in zip(tensors, *by_rank, strict=True) if len(set(seen)) > 1]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.file import CheckpointFile, Shared
 from ddp_callbacks.checkpoints.format import LocalStates
-from ddp_callbacks.comm.collectives import broadcast_tensors
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
@@ -79,7 +79,7 @@ class Interval:
         self._moments += 1
         if self._moments < self._next_look:
             return False
-        (due, further), _ = broadcast_tensors(self._look(seconds), [], _INTERVAL, self._group)
+        due, further = broadcast_object(self._look(seconds), _INTERVAL, self._group)
         self._next_look = self._moments + further
         return bool(due)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.collectives import broadcast, broadcast_tensors
+from ddp_callbacks.comm.collectives import broadcast, broadcast_object
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -35,16 +35,16 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
         CheckpointError: On the others, with the same text, if ``action`` raised an error.
     """
     if get_rank(group) != 0:
-        text, _ = broadcast_tensors(None, [], doing, group)
+        text = broadcast_object(None, doing, group)
         if text is not None:
             raise CheckpointError(text)
         return None
     try:
         result = action()
     except Exception as error:
-        broadcast_tensors(_text_for_others(error, doing, group), [], doing, group)
+        broadcast_object(_text_for_others(error, doing, group), doing, group)
         raise
-    broadcast_tensors(None, [], doing, group)
+    broadcast_object(None, doing, group)
     return result
 
 

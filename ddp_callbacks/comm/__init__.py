@@ -4,8 +4,8 @@
   for this
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
-- :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`: consistency checks; :mod:`.scalars`: rows of numbers
+- :mod:`.collectives`: plain data, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
+  :mod:`.agreement`: consistency checks
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory` (in :mod:`.segments`),
   :mod:`.hierarchical`
@@ -16,19 +16,17 @@
 """
 
 from ddp_callbacks.comm.collectives import (
-    all_gather_json,
-    all_gather_tensors,
+    all_gather_object,
     all_reduce,
     any_rank,
     broadcast,
-    broadcast_tensors,
+    broadcast_object,
 )
 
 __all__ = [
-    "all_gather_json",
-    "all_gather_tensors",
+    "all_gather_object",
     "all_reduce",
     "any_rank",
     "broadcast",
-    "broadcast_tensors",
+    "broadcast_object",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import ADDRESS, is_dense
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -32,7 +32,7 @@ def require_agreement(
     Raises:
         MismatchError: On every rank alike; names each setting that differs, the ranks and their values.
     """
-    gathered = all_gather_json(dict(settings), f"the comparison of {subject}", group)
+    gathered = all_gather_object(dict(settings), f"the comparison of {subject}", group)
     lines = list(differences(gathered))
     if not lines:
         return

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.buckets import Bucket
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.hosts import choose_all_reduce
@@ -93,7 +93,7 @@ class BucketSums:
             grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
             rows = slice(None if factor else 0)
             parts = [grad.indices()[:, rows], grad.values()[rows] * factor]
-        gathered = all_gather_tensors(is_dense, parts, "a sparse gradient", self.group)
+        gathered = all_gather_object((is_dense, parts), "a sparse gradient", self.group)
         sent = [part for _, part in gathered if part]
         indices = torch.cat([part[0] for part in sent], dim=1).to(like.device)
         values = torch.cat([part[1] for part in sent]).to(like.device)

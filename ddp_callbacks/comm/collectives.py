@@ -1,4 +1,4 @@
-"""Small messages between all ranks: JSON headers and raw tensors, without pickle.
+"""Small messages between all ranks: plain data and tensors, without pickle.
 
 Every function is a collective: all ranks of the group must call it, in the same order, and it blocks until all have.
 With a single process it is the identity.
@@ -7,14 +7,13 @@ With a single process it is the identity.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import memory_of
-from ddp_callbacks.comm.codec import Json, bytes_of, decode, encode, tensor_of
+from ddp_callbacks.comm.codec import bytes_of, decode, encode, pack, tensor_of, unpack
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.hosts import all_gather_bytes
 from ddp_callbacks.comm.subgroups import cpu_group
@@ -22,6 +21,7 @@ from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
 _SMALL = 1 << 16  # bytes; a CPU tensor up to this size is sent as a message
+_CPU = torch.device("cpu")
 _GATHERED_NBYTES = 1 << 24  # bytes of all ranks together in one round
 
 
@@ -58,7 +58,7 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     Raises:
         PeerError: Another rank failed, died or went silent.
     """
-    return any(all_gather_json(bool(flag), doing, group))
+    return any(all_gather_object(bool(flag), doing, group))
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -88,66 +88,49 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
     return tensor
 
 
-def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
+def all_gather_object(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather every rank's ``value``, in rank order. A collective.
 
     Args:
-        value: Anything that ``json.dumps`` accepts, including NaN and infinities. Floats keep every bit; tuples become
-            lists.
-        doing: The purpose, for error messages: "the loss of an epoch".
-        group: The ranks' process group; ``None`` is the default group.
-
-    Raises:
-        PeerError: Another rank failed, died or went silent.
-    """
-    return [header for header, _ in all_gather_tensors(value, [], doing, group)]
-
-
-def all_gather_tensors(
-    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
-) -> list[tuple[Json, list[torch.Tensor]]]:
-    """Gather every rank's ``header`` and ``tensors``, in rank order. A collective.
-
-    Args:
-        header: Anything that ``json.dumps`` accepts.
-        tensors: Their number, shapes and dtypes may differ between ranks.
+        value: Tensors, numbers, strings and ``None``, in any lists, tuples and dicts. Floats keep every bit, including
+            NaN and infinities. The ranks' values may differ in everything.
         doing: The purpose, for error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
-        One ``(header, tensors)`` per rank. The tensors are on the device of this rank's ``tensors``, or on the CPU if
-        it passed none.
+        One value per rank. Its tensors are on the device of the first tensor in this rank's ``value``, or on the CPU if
+        that has none. A single process gets its own tensors back.
 
     Raises:
+        TypeError: The value holds anything else. Nothing is sent.
         PeerError: Another rank failed, died or went silent.
     """
+    header, tensors = pack(value)
     if get_world_size(group) == 1:
-        return [(json.loads(json.dumps(header)), list(tensors))]
-    home = tensors[0].device if tensors else torch.device("cpu")
+        return [unpack(header, tensors)]
+    home = tensors[0].device if tensors else _CPU
     return [decode(found, home) for found in all_gather_bytes(encode(header, tensors), doing, group)]
 
 
-def broadcast_tensors(
-    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
-) -> tuple[Json, list[torch.Tensor]]:
-    """Send rank 0's ``header`` and ``tensors`` to every rank. A collective.
+def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's ``value`` on every rank. A collective.
 
     Args:
-        header: Anything that ``json.dumps`` accepts. Ignored on ranks other than 0.
-        tensors: Any number of tensors, of any shapes and dtypes. Ignored on ranks other than 0.
+        value: Tensors and plain data, as for :func:`all_gather_object`. Ignored on ranks other than 0.
         doing: The purpose, for error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
-        Rank 0's header and tensors. The tensors are on the CPU; a single process gets its own tensors back.
+        Rank 0's value. Its tensors are on the CPU; a single process gets its own tensors back.
 
     Raises:
+        TypeError: On rank 0: the value holds anything else. Nothing is sent.
         PeerError: Another rank failed, died or went silent.
     """
     if get_world_size(group) == 1:
-        return header, list(tensors)
-    message = encode(header, tensors) if get_rank(group) == 0 else b""
-    return decode(all_gather_bytes(message, doing, group)[0], torch.device("cpu"))
+        return unpack(*pack(value))
+    message = encode(*pack(value)) if get_rank(group) == 0 else b""
+    return decode(all_gather_bytes(message, doing, group)[0], _CPU)
 
 
 def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
@@ -166,7 +149,7 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
     """
     if get_world_size(group) == 1:
         return [tensor]
-    sizes = all_gather_json(tensor.numel(), doing, group)
+    sizes = all_gather_object(tensor.numel(), doing, group)
     gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes if get_rank(group) == 0]
     step = max(1, _GATHERED_NBYTES // len(sizes))
     for start in range(0, max(sizes), step):

@@ -25,7 +25,6 @@ from ddp_callbacks._torch import timeout_of
 from ddp_callbacks.comm.protocol import alive
 from ddp_callbacks.comm.segments import SWITCH, path_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.diagnosis import ProcessEnded
 from ddp_callbacks.process_group.failures import wait
 
 _HEAD = struct.Struct("=HH")  # before each post: the position of its sender, and its length
@@ -83,12 +82,12 @@ class Mailbox:
         self, group: dist.ProcessGroup, local_ranks: LocalRanks, inboxes: Sequence[int], opened: ExitStack
     ) -> None:
         self._group, self.timeout = weakref.ref(group), timeout_of(group)
-        self._ranks, self._here = local_ranks.ranks, local_ranks.local_rank
+        self._here = local_ranks.local_rank
         self._inbox = inboxes[self._here]
         self.room = min(select.PIPE_BUF, _USUAL // (2 * len(inboxes))) - _HEAD.size
-        self._paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
+        paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
         self._outboxes = []
-        for path in self._paths[: self._here] + self._paths[self._here + 1 :]:
+        for path in paths[: self._here] + paths[self._here + 1 :]:
             # Open it for reading too: writing to the inbox of a process that has ended is then no error.
             self._outboxes.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
             opened.callback(os.close, self._outboxes[-1])
@@ -138,12 +137,6 @@ class Mailbox:
                 return False
         return True
 
-    def dead(self, number: int) -> set[int]:
-        """Return the ranks whose processes have ended without post ``number``."""
-        ended = [index for index, path in enumerate(self._paths) if not os.path.exists(path)]
-        self.comes(number)  # the post may have come before its sender ended
-        return {self._ranks[index] for index in ended if self._counts[index] < number}
-
     def _read(self) -> bool:
         """Read the inbox and note its posts; return whether there was anything to read. Does not block."""
         try:
@@ -178,13 +171,10 @@ class Arrival:
         """Wait about ``seconds``; return whether the posts are here.
 
         Raises:
-            ProcessEnded: The process of a rank has ended before it has posted.
             RuntimeError: The timeout has passed.
         """
         if self.mailbox.comes(self.number, seconds):
             return True
-        if dead := self.mailbox.dead(self.number):
-            raise ProcessEnded(dead)
         if time.monotonic() - self.since > self.mailbox.timeout.total_seconds():
             raise RuntimeError(f"not every rank of this host came within {self.mailbox.timeout}")
         return False

@@ -11,11 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm import codec
-from ddp_callbacks.comm.collectives import broadcast_tensors
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
     State,
@@ -137,9 +135,7 @@ class Order(Iterable[Any]):
         """Return the next block, empty if no batch is left. A collective if the order is shared."""
         message: Any = self._message() if self._runs_sampler else None
         if self._is_sent:
-            tensors: list[torch.Tensor] = []
-            header = codec.pack(message, tensors)
-            message = codec.unpack(*broadcast_tensors(header, tensors, _DOING, self._group))
+            message = broadcast_object(message, _DOING, self._group)
         if isinstance(message, str):
             raise ConfigurationError(message)
         block, self._is_over, self.seed, states = message

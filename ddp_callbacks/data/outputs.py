@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.comm.codec import bytes_of
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -43,13 +43,13 @@ def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = Non
     for start in itertools.count(0, OUTPUTS_AT_ONCE):
         own, is_last = outputs[start : start + OUTPUTS_AT_ONCE], start + OUTPUTS_AT_ONCE >= len(outputs)
         tensors: list[torch.Tensor] = []
-        header = [[_pack(output, tensors) for output in own], is_last]
-        gathered = all_gather_tensors(header, tensors, "the predictions", group)
-        by_rank = [[_unpack(each, parts) for each in packed] for (packed, _), parts in gathered]
+        packed = [_pack(output, tensors) for output in own]
+        gathered = all_gather_object((packed, tensors, is_last), "the predictions", group)
+        by_rank = [[_unpack(each, parts) for each in packed] for packed, parts, _ in gathered]
         by_rank[get_rank(group)] = list(own)
         turns = itertools.zip_longest(*by_rank, fillvalue=_NO_OUTPUT)
         found += [output for turn in turns for output in turn if output is not _NO_OUTPUT]
-        if all(is_last for (_, is_last), _ in gathered):
+        if all(is_last for *_, is_last in gathered):
             break
     return found
 

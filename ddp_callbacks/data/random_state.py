@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import broadcast_tensors
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
     State,
@@ -24,6 +22,8 @@ from ddp_callbacks.data.global_state import (
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
+
+_DOING = "the random state"
 
 
 class OwnRandomState:
@@ -75,7 +75,7 @@ class SharedRandomState(OwnRandomState):
         self._rank = get_rank(group)
         self.begin = get_global_state(sources)
         if get_world_size(group) > 1:
-            self.begin = _of_rank_0(self.begin, group)
+            self.begin = broadcast_object(self.begin, _DOING, group)
             set_generators(sources, self.begin[GLOBAL:])
         self.state = self.begin[:GLOBAL]
 
@@ -90,7 +90,7 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
         group: ``None`` is the default group.
     """
     if get_world_size(group) > 1:
-        state = _of_rank_0(get_global_state(), group)
+        state = broadcast_object(get_global_state(), _DOING, group)
         if rank := get_rank(group):
             seed_global(digest_of(rank, state[0]))
 
@@ -102,7 +102,7 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
         group: ``None`` is the default group.
     """
     if get_world_size(group) > 1:
-        set_global_state(_of_rank_0(get_global_state(), group))
+        set_global_state(broadcast_object(get_global_state(), _DOING, group))
 
 
 @contextmanager
@@ -150,7 +150,7 @@ class RunRandomState:
         """
         if get_world_size(self._group) > 1:
             self._accepted = [None] * GLOBAL  # a failure may have left the ranks with different ones
-            self.accept(_of_rank_0(self.offer(), self._group))
+            self.accept(broadcast_object(self.offer(), _DOING, self._group))
 
     def offer(self) -> Any:
         """Return rank 0's states that changed since the last time, for :meth:`accept`; ``None`` on other ranks. Local.
@@ -262,10 +262,3 @@ def _set(state: State | int) -> None:
         seed_global(state)
     else:
         restore_global_state(state)
-
-
-def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Return rank 0's ``value``, which consists of tensors and plain data. A collective."""
-    tensors: list[torch.Tensor] = []
-    header = pack(value, tensors)
-    return unpack(*broadcast_tensors(header, tensors, "the random state", group))

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 SkipBatch = Literal["no_loss", "non_finite", "any"]
@@ -76,11 +78,11 @@ class BadBatches:
     """Lets the ranks decide alike which batches to skip, and reports them on rank 0.
 
     Args:
-        exchange: The exchange with the other ranks; ``None`` with a single process.
+        group: The ranks' process group; ``None`` is the default group.
     """
 
-    def __init__(self, exchange: ScalarExchange | None) -> None:
-        self._exchange = exchange
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._skipped = 0
         self._by_rank: Counter[int] = Counter()
 
@@ -91,8 +93,7 @@ class BadBatches:
             fault: The fault of this rank's loss.
             weight: The weight of this rank's part of the batch.
         """
-        row = [float(fault), float(weight)]
-        rows = [row] if self._exchange is None else self._exchange.exchange(row, _DOING)
+        rows = all_gather_object([float(fault), float(weight)], _DOING, self._group)
         nothing_counts = not any(weight for _, weight in rows)
         return {
             rank: Fault(int(fault)) for rank, (fault, weight) in enumerate(rows) if fault and (weight or nothing_counts)
@@ -121,12 +122,12 @@ class BadBatches:
         self._skipped = 0
 
     def _describe(self, rank: int) -> str:
-        if self._exchange is None:
+        if get_world_size(self._group) == 1:
             return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        return describe_rank(self._exchange.group, rank)
+        return describe_rank(resolve_group(self._group), rank)
 
     def _say(self, text: str) -> None:
-        if self._exchange is None or self._exchange.group.rank() == 0:
+        if get_rank(self._group) == 0:
             say(text, logging.WARNING)
 
 

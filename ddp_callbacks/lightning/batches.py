@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
@@ -95,10 +95,10 @@ def weighed_backward(
         undo()
 
 
-def joint_loss(exchange: ScalarExchange, loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
+def joint_loss(loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
     """Return the loss of the whole batch, computed from the losses of the parts. A collective."""
     part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over no sample is NaN
-    joined = sum(row[0] for row in exchange.exchange([part], "the loss"))
+    joined = sum(row[0] for row in all_gather_object([part], "the loss"))
     return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
 
@@ -112,14 +112,12 @@ class Batches:
         sums_weights: Whether the total weight of a training batch is needed.
 
     Attributes:
-        exchange: The exchange with the other ranks.
         share: This rank's share of the current batch.
         weight: The weight of this rank's loss of the current batch; 0 for a padding batch.
         total: The sum of the ranks' weights; ``None`` if unknown here. Training knows it if ``sums_weights``.
     """
 
     def __init__(self, weight: Weight | None, reduction: Reduction, sums_weights: bool) -> None:
-        self.exchange = ScalarExchange()
         self._weight_of, self._reduction, self._sums_weights = weight, reduction, sums_weights
         self._set(Share(0, None), 0.0, None)
 
@@ -167,7 +165,7 @@ class Batches:
             return float(share.total)
         if not training or not self._sums_weights:
             return None
-        return sum(row[0] for row in self.exchange.exchange([weight], "the weight of the batch"))
+        return float(sum(row[0] for row in all_gather_object([weight], "the weight of the batch")))
 
 
 def give_loaders_back(loops: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank
@@ -34,7 +34,7 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
         loaded, missing = load(), None
     except FileNotFoundError as error:
         loaded, missing = {}, error
-    has_file = all_gather_json(missing is None, _DOING)
+    has_file = all_gather_object(missing is None, _DOING)
     if all(has_file):
         return loaded
     if not has_file[0]:
@@ -53,7 +53,7 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
     """
 
     def resume(resume_start: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
-        paths = all_gather_json(None if path is None else str(path), _DOING)
+        paths = all_gather_object(None if path is None else str(path), _DOING)
         if paths[0] is None:
             remedy = "The checkpoint must be on the disk of rank 0, which decides from what all resume."
             require_agreement({"resumes from": paths[get_rank()] or "nothing"}, "what they resume from", remedy)

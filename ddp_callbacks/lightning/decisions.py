@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.replacement import Replacements
@@ -34,9 +34,8 @@ class Decisions:
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes these, and tells the others.
     """
 
-    def __init__(self, trainer: Any, exchange: ScalarExchange, replacements: Replacements) -> None:
+    def __init__(self, trainer: Any, replacements: Replacements) -> None:
         self._trainer = trainer
-        self._exchange = exchange
         self._carrier: GradientSynchronizer | None = None  # the engine that is sending flags
         self._rows: list[list[float]] = []  # received in this step
         self._sigterm = False
@@ -69,7 +68,7 @@ class Decisions:
         self.take()
         row = [*map(float, (is_skipped, *self.flags()))]
         if carrier is None:
-            self._rows = self._exchange.exchange(row, _OF_STEP)
+            self._rows = all_gather_object(row, _OF_STEP)
         else:
             carrier.carry(row)
             self._carrier = carrier
@@ -97,13 +96,13 @@ class Decisions:
 
     def end_evaluation_batch(self, flag: bool) -> bool:
         """After a batch of an evaluation, exchange and act; return whether any rank raised ``flag``. A collective."""
-        found, *flags = _raised(self._exchange.exchange([*map(float, (flag, *self.flags()))], _OF_STEP))
+        found, *flags = _raised(all_gather_object([*map(float, (flag, *self.flags()))], _OF_STEP))
         self.act(flags)
         return found
 
     def agree(self) -> None:
         """Outside of batches, let all ranks act on what any of them has decided. A collective."""
-        self.act(_raised(self._exchange.exchange([*map(float, self.flags())], "the decision to stop")))
+        self.act(_raised(all_gather_object(self.flags(), "the decision to stop")))
 
     def act(self, flags: Sequence[bool]) -> None:
         """Act on the flags that the ranks have agreed on. A collective; every rank passes the same flags.

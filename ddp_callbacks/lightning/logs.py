@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value
 from ddp_callbacks.lightning.batches import Batches
@@ -163,12 +162,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             Each rank's ``carried``.
         """
         own = {key: metric.meta.metric_attribute for key, metric in self._uncomputed(False).items()} if ends else {}
-        tensors: list[torch.Tensor] = []
         # Send the states from the CPU: then all tensors of the message arrive there.
         states = {key: [part.cpu() for part in parts] for key, (_, parts) in self._states.items()}
-        header = pack([plain(self._rows), states, own, [*carried]], tensors)
+        mine = [plain(self._rows), states, own, [*carried]]
         self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
-        of_ranks = [unpack(*sent) for sent in all_gather_tensors(header, tensors, "the logged values")]
+        of_ranks = all_gather_object(mine, "the logged values")
         for joined in join([[Row(*row) for row in rows] for rows, *_ in of_ranks], self._operation):
             if joined.key in self:
                 self._accumulate(joined)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import (
     compute_alone,
     copy_states,
@@ -83,8 +83,8 @@ class SyncedMetrics:
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Return the states of all ranks that have samples. A collective."""
-        sent = all_gather_tensors(self._is_padding(), [state], "a metric's state", group)
-        counted = [tensor.to(state.device) for padding, (tensor,) in sent if not padding]
+        sent = all_gather_object((self._is_padding(), state), "a metric's state", group)
+        counted = [tensor.to(state.device) for padding, tensor in sent if not padding]
         # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
         return [tensor for tensor in counted if tensor.numel()] or counted or [state]
 

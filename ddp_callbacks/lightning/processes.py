@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.comm.compression import check_compress
 from ddp_callbacks.comm.hooks import check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
@@ -149,12 +148,11 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
             return obj
         if src != 0:
             return super().broadcast(obj, src)
-        tensors: list[torch.Tensor] = []
-        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
-        header, tensors = broadcast_tensors(header, tensors, "an object")
-        if "pickled" in header:
+        mine = (True, obj) if _is_plain(obj) else (False, None)
+        is_plain, received = broadcast_object(mine, "an object")
+        if not is_plain:
             return super().broadcast(obj, src)
-        return obj if self.global_rank == 0 else unpack(header["plain"], tensors)
+        return obj if self.global_rank == 0 else received
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the ranks' tensors, stacked: shape ``[world_size, ...]``. A collective.
@@ -165,7 +163,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         if self._is_alone():
             return tensor
         is_lightnings = sync_grads or group not in (None, dist.group.WORLD)
-        sent = all_gather_tensors(list(tensor.shape), [] if is_lightnings else [tensor], "a tensor", group)
+        sent = all_gather_object((list(tensor.shape), None if is_lightnings else tensor), "a tensor", group)
         shapes = [shape for shape, _ in sent]
         if any(shape != shapes[0] for shape in shapes):
             raise MismatchError(
@@ -174,7 +172,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
             )
         if is_lightnings:
             return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
-        return torch.stack([part for _, (part,) in sent]).to(tensor.device)
+        return torch.stack([part for _, part in sent]).to(tensor.device)
 
     def _is_alone(self) -> bool:
         """Whether this rank communicates with no other: there is no process group."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.collectives import all_gather_tensors, all_reduce
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -30,7 +30,7 @@ def reduce(tensor: torch.Tensor, reduce_op: Any, group: Any = None) -> torch.Ten
         total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
         total = total / dist.get_world_size(group) if operation == "mean" else total
         return total.view(tensor.shape).to(result)
-    parts = torch.stack([part for _, (part,) in all_gather_tensors(None, [wide], "a reduction", group)])
+    parts = torch.stack(all_gather_object(wide, "a reduction", group))
     if operation == "product":
         return parts.prod(0).to(tensor.device, result)
     return (parts.amin(0) if operation == "min" else parts.amax(0)).to(tensor.device, result)

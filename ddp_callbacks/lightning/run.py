@@ -48,14 +48,14 @@ class Run:
         self._local, self._synchronizer = local, synchronizer
         self._verify = verify  # for the next batch
         self._losses = LossWatch()
-        self.batches, self.exchange = batches, batches.exchange
+        self.batches = batches
         self._exit = Replacements()
         self.metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # removes the traces of a padding batch
-        self.decisions = Decisions(trainer, self.exchange, self._exit)
+        self.decisions = Decisions(trainer, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
@@ -192,7 +192,7 @@ class Run:
         loss = closure()
         if loss is None:
             return None
-        return joint_loss(self.exchange, loss, *self.batches.weight_and_total)
+        return joint_loss(loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Begin training: stop if a rank wants to, and share rank 0's random state. A collective.

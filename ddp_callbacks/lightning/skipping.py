@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts
@@ -43,7 +43,7 @@ class Skipping:
         self._faults = FAULTS[skip_batch]
         self._setting = skip_batch
         self._run = run
-        self._bad = BadBatches(None if run is None else run.exchange)
+        self._bad = BadBatches()
 
     def check(self, optimizers: Sequence[Any]) -> None:
         """Raise :class:`ConfigurationError` with manual optimization, or LBFGS, which computes the loss repeatedly."""
@@ -102,7 +102,7 @@ class _Traces:
         """Undo the traces that are missing on some rank whose step returned ``None``. A collective."""
         logged = self._logged()
         done = [*logged, *(index for index, (has_changed, _) in self._changes.items() if has_changed())]
-        names = all_gather_json(done if returned_none else None, "what a skipped step has logged")
+        names = all_gather_object(done if returned_none else None, "what a skipped step has logged")
         common = set[Any].intersection(*(set(own) for own in names if own is not None))
         for name, forget in [*logged.items(), *((index, forget) for index, (_, forget) in self._changes.items())]:
             if name not in common:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
@@ -172,7 +172,7 @@ class ParameterAverager:
     def _agree(self) -> tuple[list[Fragment], float]:
         """Return the fragments that any rank has changed, and this rank's share of the total weight. A collective."""
         changed = [fragment.has_changed() for fragment in self._fragments]
-        rows = all_gather_json([self._steps, self._weight, changed], _DOING, self._group)
+        rows = all_gather_object([self._steps, self._weight, changed], _DOING, self._group)
         if len({steps for steps, _, _ in rows}) > 1:
             steps = {"steps since the last time": self._steps}
             remedy = "Every rank must count each step, even one for which it has no sample (weight 0)."

@@ -13,14 +13,6 @@ from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.presence import Presence, presence
 
 
-class ProcessEnded(RuntimeError):
-    """The processes of these ranks of a group have ended. Their host knows for sure."""
-
-    def __init__(self, ranks: set[int]) -> None:
-        super().__init__("its process has ended")
-        self.ranks = ranks
-
-
 def look(here: Presence, place: Place, begins: bool) -> None:
     """Raise if this rank has heard that its wait cannot succeed any more. Does not block."""
     if end := here.end_of_run(begins):
@@ -45,11 +37,9 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerErro
         heard.wait_for(lambda: here.end_of_run() or here.told(place) or heard.get("closing"), 2 * GRACE)
     if end := here.end_of_run():
         return error_of(here, end, doing, f" First error: {error}")
-    closing, absent = heard.get("closing"), _absent(here, place)
-    if closing and not place.concerns(0):
-        return _unknown(here, group, doing, error)
-    if closing or absent:
-        return _left(here, absent or [0], doing)
+    absent = _absent(here, place)
+    if heard.get("closing") or absent:  # without rank 0, nobody knows whether another rank has ended
+        return _left(here, absent or [0], doing, f" First error: {error}")
     late = "".join(f" {each}" for each in (here.told(place) or {}).get("late", []))
     return PeerError(
         f"{here.name} waited for {doing} in vain, though every rank is alive: one did not come within the timeout, or "
@@ -80,18 +70,9 @@ def error_of(here: Presence, end: Message, doing: str, first_error: str = "") ->
     )
 
 
-def _unknown(here: Presence, group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
-    """Return the error for a wait that does not concern rank 0, if rank 0 has left, which would know the reason."""
-    own = group.rank()
-    ended = error.ranks if isinstance(error, ProcessEnded) else {rank for rank in range(group.size()) if rank != own}
-    why = "" if len(ended) == 1 else "one of them; rank 0, which would know which, has left"
-    end = {"kind": "gone", "ranks": [dist.get_global_rank(group, rank) for rank in ended]}
-    return error_of(here, end | ({"why": why} if why else {}), doing, f" First error: {error}")
-
-
-def _left(here: Presence, ranks: Sequence[int], doing: str) -> PeerError:
+def _left(here: Presence, ranks: Sequence[int], doing: str, first_error: str = "") -> PeerError:
     return PeerError(
         f"{here.describe(*ranks)} left the run while {here.name} still waits for {doing}. Every "
-        "rank must make the same calls (run, evaluate and predict too) the same number of times.",
+        f"rank must make the same calls (run, evaluate and predict too) the same number of times.{first_error}",
         *ranks,
     )

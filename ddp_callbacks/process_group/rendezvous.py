@@ -23,9 +23,6 @@ from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.presence import Presence, join
 from ddp_callbacks.schedulers import hosts_of_job
 
-BIND = "DDP_CALLBACKS_BIND"
-"""Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
-
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
 _NAMED = 16  # the most ranks that an error lists
 _LOOK = 0.5  # seconds between two checks for missing ranks
@@ -132,23 +129,17 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Start a store that listens only on ``host`` or :data:`BIND`; torch's binds all interfaces (issue 173909)."""
-    chosen = os.environ.get(BIND) or host
-    family, *_, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is for IPv4, too
+    """Start a store that listens only on ``host``; torch's binds all interfaces (issue 173909)."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+        listener = socket.create_server(address, family=family, backlog=128)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        raise OSError(
-            error.errno,
-            f"{address[0]} is not an address of this machine. If it belongs to a Kubernetes Service or a router that "
-            f"leads here, let rank 0 listen on another address: {BIND}=0.0.0.0 for all interfaces",
-        ) from error
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen, chosen)
+        text = f"{address[0]} is not an address of this machine; set MASTER_ADDR to one that is"
+        raise OSError(error.errno, text) from error
     fd = listener.detach()
-    return dist.TCPStore(own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
 
 
 def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> None:

@@ -27,8 +27,7 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.data.outputs import gather_outputs
@@ -169,10 +168,9 @@ class ShardData(DistributedCallback):
     def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
         has_generator = any((self._undivided[key] or (None,))[0] is not None for key in DATA_KEYS)
         if has_generator or self.batch_size == "per_process":
-            tensors: list[torch.Tensor] = []
-            header = pack([sorted(self._drawing), random_state.offer()], tensors)
-            found = all_gather_tensors(header, tensors, "the random state", self.process_group)
-            drawing, (offered, *_) = zip(*itertools.starmap(unpack, found), strict=True)
+            mine = [sorted(self._drawing), random_state.offer()]
+            found = all_gather_object(mine, "the random state", self.process_group)
+            drawing, (offered, *_) = zip(*found, strict=True)
             self._drawing.update(*drawing)  # a callback may be on one rank only
             random_state.accept(offered)
             state[RUN_RANDOM_STATE] = random_state

@@ -15,7 +15,6 @@ from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
-from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.skipping import BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
@@ -129,7 +128,7 @@ class AllReduceGradients(DistributedCallback):
         if self._synchronizer is None:
             self._synchronizer = self._make(state[torchbearer.MODEL])
         if self._skip_batch is not None and self._bad is None:
-            self._bad = BadBatches(ScalarExchange(self.process_group) if self.world_size > 1 else None)
+            self._bad = BadBatches(self.process_group)
         self._skipped = 0
 
     def on_sample(self, state: State) -> None:

@@ -17,8 +17,7 @@ from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMe
 from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.batch_logs import BatchLog, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
@@ -207,9 +206,7 @@ class MetricsPass:
             "logs": [log.columns() for log in self._logs],
             "random": random_state and random_state.offer(),
         }
-        tensors: list[torch.Tensor] = []
-        gathered = all_gather_tensors(pack(mine, tensors), tensors, "the merging of the metrics", self._group)
-        of_ranks = [unpack(*found) for found in gathered]
+        of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
         _require_same([found["names"] for found in of_ranks])
         if random_state is not None:
             random_state.accept(of_ranks[0]["random"])
@@ -282,7 +279,7 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
     """Check that all ranks have the same metrics, and let them agree on values that differ. A collective."""
     mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
-    gathered = all_gather_json([sorted(mine), numbers, samples], "the final metrics", group)
+    gathered = all_gather_object([sorted(mine), numbers, samples], "the final metrics", group)
     names, found, counts = zip(*gathered, strict=True)
     _require_same(names)
     for key in numbers:

@@ -17,8 +17,7 @@ from ddp_callbacks import replicas
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_json, any_rank, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
@@ -136,15 +135,13 @@ class BroadcastParameters(DistributedCallback):
         Rank 0 has resumed if it has loaded a checkpoint, or has a history.
         """
         loaded, self._loaded = self._loaded, None
-        found = all_gather_json([loaded, len(history)], "who resumes", self.process_group)
+        found = all_gather_object([loaded, len(history)], "who resumes", self.process_group)
         by_rank, epochs = zip(*found, strict=True)
         if len(set(by_rank)) > 1 and any(by_rank[1:]):
             replicas.require_same_checkpoint(loaded, "a state", self.process_group)
         if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
             return False
-        tensors: list[torch.Tensor] = []
-        header, tensors = broadcast_tensors(pack(history, tensors), tensors, "the history", self.process_group)
-        history[:] = unpack(header, tensors)
+        history[:] = broadcast_object(history, "the history", self.process_group)
         return True
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import get_rank
-from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm import all_gather_object
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
@@ -187,7 +187,7 @@ def measure(kind: str) -> None:
     clock = Clock()
     listen(clock)
     {"trial": measure_trial, "trainer": measure_trainer}[kind](clock)
-    hosts = len(set(all_gather_json(socket.gethostname(), "the hosts")))
+    hosts = len(set(all_gather_object(socket.gethostname(), "the hosts")))
     step = median_step(clock)
     if get_rank() == 0:
         file = HERE / "one_step.json"
@@ -208,7 +208,7 @@ def median_step(clock: Clock) -> dict[str, Any]:
         }
         for step in whole
     ]
-    by_rank = all_gather_json(mine, "the moments of the steps")
+    by_rank = all_gather_object(mine, "the moments of the steps")
     lengths = [step["moments"][-1][1] - step["begin"] for step in by_rank[0]]
     middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
     zero = by_rank[0][middle]["begin"]

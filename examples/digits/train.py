@@ -22,7 +22,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import MostRecent
 
 from ddp_callbacks import join_process_group
-from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm import all_gather_object
 from ddp_callbacks.torchbearer import DDPCallback
 
 
@@ -77,7 +77,7 @@ def load_digits() -> tuple[Any, Any]:
 def report(model: nn.Module, accuracy: float, size: int) -> None:
     """The last line: do all processes hold the same parameters, and how good are they?"""
     parameters = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
-    checksums = all_gather_json(f"{zlib.crc32(parameters.numpy().tobytes()):08x}", "the checksums")
+    checksums = all_gather_object(f"{zlib.crc32(parameters.numpy().tobytes()):08x}", "the checksums")
     if len(set(checksums)) > 1:
         sys.exit(f"the processes hold different parameters: checksums {', '.join(checksums)}")
     if join_process_group().rank == 0:  # DDPCallback() has joined it; this says which of its processes this is

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import (
-    all_gather_json,
-    all_gather_tensors,
+    all_gather_object,
     all_reduce,
     any_rank,
     broadcast,
-    broadcast_tensors,
+    broadcast_object,
 )
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.errors import MismatchError
@@ -45,9 +43,9 @@ def test_in_a_world_of_one_every_collective_is_the_identity() -> None:
     assert broadcast(tensor, "a test") is tensor
     assert tensor.tolist() == [1, 2]
     assert (any_rank(True, "a test"), any_rank(False, "a test")) == (True, False)
-    assert all_gather_json({"a": 1}, "a test") == [{"a": 1}]
-    assert all_gather_tensors("header", [tensor], "a test") == [("header", [tensor])]
-    assert broadcast_tensors("header", [tensor], "a test") == ("header", [tensor])
+    assert all_gather_object({"a": 1}, "a test") == [{"a": 1}]
+    assert all_gather_object(("header", [tensor]), "a test") == [("header", [tensor])]
+    assert broadcast_object(("header", [tensor]), "a test") == ("header", [tensor])
     require_agreement({"a": 1}, "a test", "Nothing to do.")
     model = nn.BatchNorm1d(2)
     before = [buffer.clone() for buffer in model.state_dict().values()], get_global_state()
@@ -69,14 +67,14 @@ def test_all_ranks_get_every_ranks_tensors_though_number_shape_and_dtype_differ(
     """Gathers, sums and broadcasts give all ranks the same values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = [torch.full((rank, 2), rank, dtype=SENT[rank]), torch.tensor(rank == 1)][: rank + 1]
-    gathered = all_gather_tensors({"rank": rank, "nan": math.nan, "text": "ü" * rank}, own, "a test")
+    gathered = all_gather_object(({"rank": rank, "nan": math.nan, "text": "ü" * rank}, own), "a test")
     assert [(header["rank"], header["text"]) for header, _ in gathered] == [(each, "ü" * each) for each in range(size)]
     assert all(math.isnan(header["nan"]) for header, _ in gathered)
     expected = [(SENT[0], []), (SENT[1], [[1, 1]]), (torch.bool, True), (SENT[2], [[2, 2]] * 2), (torch.bool, False)]
     found = [(tensor.dtype, tensor.tolist()) for _, tensors in gathered for tensor in tensors]
     assert found == expected[: 2 * size - 1]
-    assert all_gather_tensors(None, [], "a test") == [(None, [])] * size
-    assert all_gather_json([rank], "a test") == [[each] for each in range(size)]
+    assert all_gather_object((None, []), "a test") == [(None, [])] * size
+    assert all_gather_object([rank], "a test") == [[each] for each in range(size)]
 
 
 @WORLD.on(TWO, WIDE)
@@ -99,8 +97,9 @@ def test_a_broadcast_overwrites_in_place_with_the_values_of_rank_0() -> None:
     for value in (5, [[0.5, 0.5]], [1j], [True]):
         tensor = torch.tensor(value) if rank == 0 else torch.zeros_like(torch.tensor(value))
         assert broadcast(tensor, "a test") is tensor and tensor.tolist() == value
-    header, parts = broadcast_tensors({"rank": rank}, [torch.tensor(rank)] * (1 - rank), "a test")
+    header, parts = broadcast_object(({"rank": rank}, [torch.tensor(rank)] * (1 - rank)), "a test")
     assert header == {"rank": 0} and [part.tolist() for part in parts] == [0]
+    assert broadcast_object(object() if rank else (), "a test") == ()  # only rank 0 sends
 
 
 # --- rows and sums of the transport -----------------------------------------------------------------------------------
@@ -109,13 +108,13 @@ def test_a_broadcast_overwrites_in_place_with_the_values_of_rank_0() -> None:
 @WORLD.on(TWO, GLOO, WIDE)
 def test_every_rank_gets_every_row() -> None:
     """Rows of numbers reach every rank bit for bit."""
-    rank, size, rows = dist.get_rank(), dist.get_world_size(), ScalarExchange()
-    assert rows.exchange([rank + 0.1] * rank, "a") == [[], [1.1], [2.1, 2.1]][:size]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert all_gather_object([rank + 0.1] * rank, "a") == [[], [1.1], [2.1, 2.1]][:size]
     for _ in range(2):
-        found = rows.exchange([rank / 3] * (200 * rank), "b")
+        found = all_gather_object([rank / 3] * (200 * rank), "b")
         assert found == [[other / 3] * (200 * other) for other in range(size)]
     strange = [math.inf, -math.inf, 2.0**53, -0.0, 5e-324]
-    first, second, *third = rows.exchange(strange if rank == 1 else [math.nan], "c")
+    first, second, *third = all_gather_object(strange if rank == 1 else [math.nan], "c")
     assert second == strange
     assert all(math.isnan(value) for (value,) in [first, *third])
 
@@ -126,11 +125,11 @@ def test_what_an_evaluation_in_inference_mode_has_made_serves_in_training() -> N
     rank, cpu, longer = dist.get_rank(), torch.device("cpu"), 200  # numbers, more than a row has room for at first
     way = choose_all_reduce(dist.new_group(), [cpu])
     with torch.inference_mode():
-        rows, memory = ScalarExchange(), way.allocate(10, torch.float64, cpu).fill_(rank + 1.0)
+        memory = way.allocate(10, torch.float64, cpu).fill_(rank + 1.0)
     for is_evaluation in (True, False, True, False):
         with torch.inference_mode(is_evaluation):
             for length in (1, longer) if is_evaluation else (longer, 1):
-                assert rows.exchange([rank + 1.0] * length, "the loss") == [[1.0] * length, [2.0] * length]
+                assert all_gather_object([rank + 1.0] * length, "the loss") == [[1.0] * length, [2.0] * length]
             total = float(sum(by_rank(float(memory[0]))))
             way.launch(memory, "a sum").wait()
             assert memory.tolist() == [total] * len(memory)

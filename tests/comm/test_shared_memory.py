@@ -9,11 +9,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +23,10 @@ from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import hosts, mailbox
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.comm.mailbox import Arrival, LocalRanks, Mailbox, make_inbox
 from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.diagnosis import ProcessEnded
+from ddp_callbacks.process_group.presence import presence
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -328,29 +324,8 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
 # --- ranks that die ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_has_posted_and_ended_makes_no_slow_one_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has posted and ended makes no other dead."""
-    monkeypatch.setattr(mailbox, "timeout_of", lambda _: timedelta(seconds=20))
-    group: Any = Event()  # none is needed
-    with ExitStack() as opened, ExitStack() as ending:
-        inboxes = [make_inbox(ending if rank == 1 else opened) for rank in range(3)]
-        local = [LocalRanks([0, 1, 2], [os.getpid()] * 3, rank, 3) for rank in range(3)]
-        first, second, third = (Mailbox(group, here, inboxes, opened) for here in local)
-        first.post()
-        second.post()
-        ending.close()  # as the end of a process closes its inbox
-        arrival = Arrival(first, 1)
-        assert not arrival.wait_slice(0.2)
-        third.post()
-        assert arrival.wait_slice(15)
-        first.post()
-        with pytest.raises(ProcessEnded) as caught:
-            Arrival(first, 2).wait_slice(0.1)
-        assert caught.value.ranks == {1}
-
-
 ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
-WAITING, NOT_OPENED, SUB_GROUP = "others wait", "others have not opened its memory", "a sub-group"
+WAITING, NOT_OPENED = "others wait", "others have not opened its memory"
 
 
 def end(how: str) -> None:
@@ -360,15 +335,12 @@ def end(how: str) -> None:
 
 
 def end_while(moment: str, how: str) -> None:
-    """The last rank ends. In the sub-group are all but rank 0."""
+    """Rank 1 ends."""
     env = join_process_group()
-    group = dist.new_group([1, 2]) if moment == SUB_GROUP else resolve_group()
-    if moment == SUB_GROUP and env.rank == 0:
-        return
-    memory = opened(group)
+    memory = opened(resolve_group())
     if moment != NOT_OPENED:
         memory.launch(filled(memory, 10), "the first sum").wait()
-    if env.rank == env.world_size - 1:
+    if env.rank == 1:
         memory.launch(filled(memory, 10), "a sum")
         end(how)
     while moment == NOT_OPENED and not Path("ended").exists():
@@ -380,12 +352,7 @@ def end_while(moment: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "how"),
-    [
-        (WAITING, "is killed"),
-        (NOT_OPENED, "is killed"),
-        (NOT_OPENED, "raises"),
-        pytest.param(SUB_GROUP, "is killed", marks=pytest.mark.wide),
-    ],
+    [(WAITING, "is killed"), (NOT_OPENED, "is killed"), (NOT_OPENED, "raises")],
 )
 def test_a_rank_that_ends_is_named_by_its_number_in_the_world(
     nursery: Nursery, tmp_path: Path, moment: str, how: str
@@ -395,9 +362,40 @@ def test_a_rank_that_ends_is_named_by_its_number_in_the_world(
     def touch(rank: int, pids: list[int]) -> None:
         (tmp_path / "ended").touch()
 
-    size = 3 if moment == SUB_GROUP else 2
-    *_, first, last = nursery.run_watched(end_while, size, tmp_path, moment, how, on_end=touch)
+    first, last = nursery.run_watched(end_while, 2, tmp_path, moment, how, on_end=touch)
     kind, message = first.notes["error"]
     assert kind == "PeerError"
-    assert f"rank {size - 1} (host {os.uname().nodename}, pid {last.pid}) {ENDS[how]}" in message
+    assert f"rank 1 (host {os.uname().nodename}, pid {last.pid}) {ENDS[how]}" in message
     assert first.ended - last.ended < 5 * first.slowness
+
+
+def die_without_rank_0(shares: bool) -> None:
+    """In a group of ranks 1 and 2, rank 2 is killed after rank 0 has left."""
+    os.environ[SWITCH] = str(int(shares))
+    env = join_process_group()
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=6))
+    if env.rank == 0:
+        return
+    way = choose_all_reduce(group, CPU)
+    way.launch(way.allocate(10, torch.float32, CPU[0]), "the first sum").wait()
+    while not presence().heard.get("closing"):
+        time.sleep(0.01)  # bounded by the deadline of the ranks
+    if env.rank == 2:
+        end("is killed")
+    with noting_errors():
+        way.launch(way.allocate(10, torch.float32, CPU[0]), "a sum").wait()
+
+
+@pytest.mark.wide
+@pytest.mark.waits(6)
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_wait_for_a_dead_rank_ends_by_the_timeout_and_says_that_rank_0_has_left(
+    nursery: Nursery, tmp_path: Path, shares: bool
+) -> None:
+    """Without rank 0, a wait ends by the timeout."""
+    gone, first, last = nursery.run_watched(die_without_rank_0, 3, tmp_path, shares)
+    kind, message = first.notes["error"]
+    assert kind == "PeerError"
+    assert f"rank 0 (host {os.uname().nodename}, pid {gone.pid}) left the run while rank 1" in message
+    assert "still waits for a sum" in message and "First error: " in message
+    assert first.ended - last.ended < 6 + 5 * first.slowness

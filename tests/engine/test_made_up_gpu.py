@@ -13,7 +13,7 @@ from shared_worlds import World
 from torch import Tensor, nn
 
 from ddp_callbacks import GradientSynchronizer
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast
 from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import resolve_group
@@ -109,7 +109,7 @@ def test_a_group_for_gpus_alone_gets_one_for_messages() -> None:
     with mock.patch.object(module, "devices_of", lambda group: [CUDA] if group is world else real(group)):
         beside = cpu_group(world)
         assert beside is not world and cpu_group(world) is beside and dist.get_backend(beside) == "gloo"
-        assert all_gather_json(rank, "ranks") == [0, 1]
+        assert all_gather_object(rank, "ranks") == [0, 1]
         assert float(all_reduce(torch.tensor([1.0 + rank]), "a sum")) == 3.0
         assert float(broadcast(torch.tensor([7.0 - rank]), "a number")) == 7.0
         with MadeUpGpu():

@@ -22,10 +22,9 @@ from misfortunes import believe_in_hosts, my_rank
 from side_by_side import World, run_side_by_side
 
 from ddp_callbacks import join_process_group
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast, broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import presence
@@ -53,11 +52,11 @@ def vote(name: str) -> Any:
 
 
 def gather(name: str) -> Any:
-    return all_gather_json(1, name)
+    return all_gather_object(1, name)
 
 
 def send(name: str) -> Any:
-    return broadcast_tensors(1, [], name)
+    return broadcast_object(1, name)
 
 
 def send_and_vote(name: str) -> Any:
@@ -65,11 +64,8 @@ def send_and_vote(name: str) -> Any:
     return send(name), any_rank(False, "what comes next")
 
 
-ROWS: list[ScalarExchange] = []
-
-
 def exchange_rows(name: str) -> Any:
-    return ROWS[0].exchange([1.0], name)
+    return all_gather_object([1.0], name)
 
 
 DIFFERENT: dict[str, tuple[Exchange, Exchange]] = {
@@ -92,7 +88,6 @@ def meet_in_different_exchanges(names: list[str], layout: list[int]) -> None:
     join_process_group()
     begin_run()
     for name in names:
-        ROWS[:] = [ScalarExchange()]
         any_rank(False, "the start of an exchange")
         begin = time.monotonic()
         try:

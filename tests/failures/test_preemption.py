@@ -27,7 +27,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import on_sample
 
 from ddp_callbacks import Preemption
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce
 from ddp_callbacks.errors import EXIT_PREEMPTED, PeerError, Preempted
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.torchbearer import DDPCallback, Resume
@@ -85,12 +85,12 @@ def test_a_request_behind_the_last_moment_of_another_rank_stops_nobody_and_block
     is_late = dist.get_rank() == 1
     with Preemption() as preemption:
         answers = [preemption.is_requested() for _ in range(2 if is_late else 3)]
-        all_gather_json(None, "the last moment of rank 0")
+        all_gather_object(None, "the last moment of rank 0")
         if is_late:
             preemption.request("too late for rank 0")
             answers.append(preemption.is_requested())
         assert answers == [False] * 3
-    all_gather_json(None, "the end")
+    all_gather_object(None, "the end")
 
 
 def fail_while_another_wants_to_stop() -> str:

@@ -189,7 +189,7 @@ MISSING = {
     "rank 0, whose store answers": (1, HOST, 11, "rank 0 of 3 did not join at {place} within 11 s"),
     "rank 0": (1, HOST, 3, "could not meet the other 2 at {place} within 3 s. Check that rank 0 runs on that address"),
     "a port": (0, HOST, 30, "Address already in use"),
-    "an address": (0, "192.0.2.1", 30, "192.0.2.1 is not an address of this machine"),  # reserved (RFC 5737)
+    "an address": (0, "192.0.2.1", 30, "192.0.2.1 is not an address of this machine; set MASTER_ADDR"),  # reserved
     "a name": (0, "no-such-host", 4, "{place} within 4 s"),
     "a name, on rank 1": (1, "no-such-host", 4, "{place} within 4 s"),
 }

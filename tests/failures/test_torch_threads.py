@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kit.ranks import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.process_group import torch_threads
 
 PR_SET_NAME = 15
@@ -40,7 +40,7 @@ def fork_after_collectives(joins: bool) -> None:
     join_process_group() if joins else dist.init_process_group("gloo")
     for number in range(FORKS):
         for _ in range(3):
-            all_gather_json(number, "numbers")
+            all_gather_object(number, "numbers")
         pid = os.fork()
         if pid == 0:
             os._exit(0)

@@ -161,11 +161,11 @@ def test_a_node_that_is_cut_off_or_without_power_ends_all(tmp_path: Path) -> Non
 EXCHANGE = """
 import time
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_object
 join_process_group()
 print("up", flush=True)
 last, longest, end = time.monotonic(), 0.0, time.monotonic() + 10
-while not any(all_gather_json(time.monotonic() > end, "whether it is over")):
+while not any(all_gather_object(time.monotonic() > end, "whether it is over")):
     longest, last = max(longest, time.monotonic() - last), time.monotonic()
     time.sleep(0.1)
 leave_process_group()

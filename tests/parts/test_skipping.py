@@ -15,7 +15,7 @@ def test_many_skipped_batches_are_reported_now_and_then_and_counted_at_the_end(m
     """Reports count all skipped batches."""
     said: list[str] = []
     monkeypatch.setattr(ddp_callbacks.data.skipping, "say", lambda text, level: said.append(text))
-    bad = BadBatches(None)
+    bad = BadBatches()
     for batch in range(10_000):
         bad.report(bad.agree(Fault.NAN, 1.0), f"epoch 0, batch {batch}")
     bad.close()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.collectives import all_gather_object, any_rank
 from ddp_callbacks.data.nested import arrays_in
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError
@@ -112,7 +112,7 @@ def _marked(loss: torch.Tensor) -> list[Draw]:
     return sorted(found, key=lambda draw: draw.number)
 
 
-def weight_and_total(draws: Iterable[Draw], exchange: ScalarExchange) -> tuple[float, float]:
+def weight_and_total(draws: Iterable[Draw]) -> tuple[float, float]:
     """Return the weight of this rank's loss of these batches, and the total; without a batch, all ranks count equally.
 
     A collective, if a total is unknown or there are several batches: all ranks must have the same number of them.
@@ -123,19 +123,18 @@ def weight_and_total(draws: Iterable[Draw], exchange: ScalarExchange) -> tuple[f
     batches = list(draws)
     for draw in batches:
         if draw.total is None:
-            draw.total = sum(row[0] for row in exchange.exchange([draw.weight], "the weight of the batch"))
+            draw.total = sum(row[0] for row in all_gather_object([draw.weight], "the weight of the batch"))
     if not batches:
         return 1.0, float(get_world_size())
     if len(batches) > 1:
-        _require_equal_proportions(batches, exchange)
+        _require_equal_proportions(batches)
     return batches[0].weight, batches[0].total or 0.0
 
 
-def _require_equal_proportions(batches: list[Draw], exchange: ScalarExchange) -> None:
+def _require_equal_proportions(batches: list[Draw]) -> None:
     parts = [draw.weight / draw.total if draw.total else 0.0 for draw in batches]
     differ = max(parts) - min(parts) > _ROUNDING
-    rows = exchange.exchange([float(differ)], "the shares of several batches")
-    if not any(row[0] for row in rows):
+    if not any_rank(differ, "the shares of several batches"):
         return
     mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in batches)
     raise ConfigurationError(

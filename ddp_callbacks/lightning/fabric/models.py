@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.processes import SAME_EVERYWHERE, VERSIONS
 from ddp_callbacks.process_group.runs import begin_run
@@ -28,14 +28,12 @@ class Models:
 
     Attributes:
         synchronizer: The gradient engine of all models; ``None`` before the first model.
-        exchange: The exchange with the other ranks; exists once a model was added.
     """
 
     def __init__(self, make: Callable[[torch.nn.Module], GradientSynchronizer]) -> None:
         self._make = make
         self._models: list[_Model] = []
         self.synchronizer: GradientSynchronizer | None = None
-        self.exchange: ScalarExchange
         self._has_trained, self._samples = False, 0  # since the buffers were merged
 
     def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
@@ -45,7 +43,6 @@ class Models:
         """
         begin_run()
         require_agreement(module_settings(module) | VERSIONS | settings, "the model", SAME_EVERYWHERE)
-        self.exchange = ScalarExchange()
         self._forget_lost()
         if all(known.user_s() is not module for known in self._models):
             self._models.append(_Model(module))
@@ -86,8 +83,8 @@ class Models:
 
     def _forget_lost(self) -> None:
         """Drop the models that no rank has any more, such as those of earlier folds. A collective."""
-        kept = [float(model.user_s() is not None) for model in self._models]
-        rows = self.exchange.exchange(kept, "which models are in use")
+        kept = [model.user_s() is not None for model in self._models]
+        rows = all_gather_object(kept, "which models are in use")
         self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
 
 

@@ -153,7 +153,7 @@ class CallbackFabricMixin(ProcessesMixin):
             super().backward(tensor, module, *args, **kwargs)
             return
         draws = self._batches.of(tensor)
-        self._weights = weight_and_total(draws, self._models.exchange)
+        self._weights = weight_and_total(draws)
         self._backwards += 1
         self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
         sync = synchronizer.no_sync() if self._models.are_all(set(self._blocked)) else nullcontext()
@@ -293,7 +293,7 @@ class CallbackFabricMixin(ProcessesMixin):
 
     def _joint_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        return None if loss is None else joint_loss(self._models.exchange, loss, *self._weights)
+        return None if loss is None else joint_loss(loss, *self._weights)
 
     def _seed_workers_alike(self, loader: Any) -> None:
         """Seed the workers equally on all ranks, which load the same batches and divide them afterwards."""

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from cost import Calibration, FilledBucket, Job, Layout, Machine, Sample, fit
 from torch import nn
 
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
@@ -162,7 +162,7 @@ def _from_barrier(run: Callable[[], Measured]) -> Measured:
 
 def _slowest(rows: list[Measured]) -> list[Measured]:
     """The maximum over all ranks of each number. A collective."""
-    everybody = all_gather_json(rows, DOING)
+    everybody = all_gather_object(rows, DOING)
     return [[max(values) for values in zip(*row, strict=True)] for row in zip(*everybody, strict=True)]
 
 
