@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import AggregatePredictions, CallbackList
-from torchbearer.trial import CallbackListInjection
 
 from ddp_callbacks.checkpoints import LocalStates as LocalStates
 from ddp_callbacks.cross_entropy import cross_entropy_weight
@@ -153,13 +152,13 @@ def share_of(state: State) -> Share:
 
 
 def aggregator_of(state: State) -> AggregatePredictions | None:
-    """Return the callback that ``predict()`` injects; ``None`` in other passes."""
-    callbacks = state[torchbearer.CALLBACK_LIST]
-    while isinstance(callbacks, CallbackListInjection):
-        if isinstance(callbacks.callback, AggregatePredictions):
-            return callbacks.callback
-        callbacks = callbacks.callback_list
-    return None
+    """Return the callback that this ``predict()`` injects; ``None`` in other passes, also in those that it contains.
+
+    Torchbearer puts it behind the call's printer. It leaves both in the list after an exception.
+    """
+    behind_printer = getattr(state[torchbearer.CALLBACK_LIST], "callback_list", None)
+    callback = getattr(behind_printer, "callback", None)
+    return callback if isinstance(callback, AggregatePredictions) else None
 
 
 def has_event(callback: Callback, event: str) -> bool:

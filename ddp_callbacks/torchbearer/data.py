@@ -141,15 +141,13 @@ class ShardData(DistributedCallback):
 
     def _divide_all(self, state: State) -> None:
         trial_state = state[torchbearer.SELF].state
-        predicts = aggregator_of(state) is not None  # nothing is trained, and BatchNorm is not synchronized
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
             if (data := trial_state[key]) is not None:
-                trains = key is torchbearer.TRAIN_DATA and not predicts
-                needed = self._samples_needed(state, data[0]) if trains else 1
+                needed = self._samples_needed(state, data[0]) if key is torchbearer.TRAIN_DATA else 1
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
-        if self.batch_size is not None and predicts:
+        if self.batch_size is not None and aggregator_of(state) is not None:
             self._deal_out(state)
         elif torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
@@ -184,10 +182,12 @@ class ShardData(DistributedCallback):
     on_sample_validation = on_sample
 
     def on_start_validation(self, state: State) -> None:
-        self._is_mine = []
+        if aggregator_of(state) is not None:  # not in an evaluation within the prediction
+            self._is_mine = []
 
     def on_step_validation(self, state: State) -> None:
-        self._is_mine.append(share_of(state).local > 0)
+        if aggregator_of(state) is not None:
+            self._is_mine.append(share_of(state).local > 0)
 
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)

@@ -158,6 +158,8 @@ class MetricsPass:
             self._replace(metric, "process", process)
         elif isinstance(metric, RunningMean) and _torchbearer.is_of_scalars(metric):
             self._replace(metric, "process", process_running)
+            # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
+            self._restore.callback(lambda: _torchbearer.run_on(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
             self._restore.enter_context(_torchbearer.without_running(metric))
 

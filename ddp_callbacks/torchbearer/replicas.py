@@ -173,8 +173,8 @@ class SynchronizeBuffers(DistributedCallback):
             wrap_methods(state[SELF], CALLS, self._restoring())
 
     def on_start(self, state: State) -> None:
-        # In predict() a rank has whole batches.
-        if self._sync_batchnorm and self.world_size > 1 and aggregator_of(state) is None:
+        # In predict() a rank has whole batches. A call within a call finds synchronized layers.
+        if self._sync_batchnorm and self._synchronizer is None and aggregator_of(state) is None:
             self._synchronizer = BatchNormSynchronizer(
                 state[MODEL],
                 counts=lambda: SHARE not in state or state[SHARE].local > 0,
@@ -210,10 +210,11 @@ class SynchronizeBuffers(DistributedCallback):
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
+        is_outermost = self._synchronizer is None
         try:
             yield
         finally:
-            if self._synchronizer is not None:
+            if is_outermost and self._synchronizer is not None:
                 self._synchronizer.close()
                 self._synchronizer = None
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
-from trials import CLASSES, FEATURES, data, network, parameters, train, trial
+from trials import CLASSES, FEATURES, data, network, normalized, parameters, train, trial
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.errors import ConfigurationError, PeerError
@@ -428,6 +428,79 @@ def test_a_trial_predicts_all_samples_after_a_run_that_raised() -> None:
     with contextlib.suppress(KeyError, PeerError):
         made.run(2)
     assert_equal(look(made), look(looked_at([])), relative=1e-10)
+
+
+@WORLD
+def test_a_callback_that_evaluates_within_a_run_finds_synchronized_batch_norm_and_leaves_it() -> None:
+    def looks(ddp: list[Callback]) -> list[Any]:
+        @torchbearer.callbacks.on_end_epoch
+        def at_the_end(state: Any) -> None:
+            if state[torchbearer.MAX_EPOCHS] == 3:
+                seen.append(look(made))
+
+        seen: list[Any] = []
+        made = looked_at(ddp, model=normalized(), callbacks=[at_the_end])
+        seen.append(made.run(3))
+        assert "Synchronized" not in repr(made.state[torchbearer.MODEL])
+        return [*seen, parameters(made)]
+
+    assert_equal(looks([DDPCallback(sync_batchnorm=True)]), looks([]), relative=1e-10)
+
+
+@WORLD
+def test_an_evaluation_within_a_prediction_sees_all_samples_once() -> None:
+    def looks(ddp: list[Callback], event: str) -> list[Any]:
+        seen: list[Any] = []
+
+        def evaluate(state: Any) -> None:
+            delattr(watch, event)
+            seen.append(made.evaluate())
+
+        setattr(watch := Callback(), event, evaluate)
+        made = looked_at(ddp, callbacks=[watch])
+        return [made.predict(), *seen]
+
+    for event in ("on_start", "on_start_validation", "on_end_validation", "on_end"):
+        assert_equal(looks([DDPCallback()], event), looks([], event), relative=1e-10)
+
+
+@WORLD
+def test_after_a_pass_that_raised_all_processes_have_the_same_running_loss() -> None:
+    def fail(state: Any) -> None:
+        if state[torchbearer.BATCH] == 2:
+            del watch.on_backward
+            raise KeyError("enough")
+
+    watch = Callback()
+    watch.on_backward = fail
+    made = looked_at([DDPCallback()], callbacks=[watch])
+    with contextlib.suppress(KeyError, PeerError):
+        made.run(1)
+    assert_equal(*by_rank([dict(epoch) for epoch in made.run(2)]), 0.0)
+
+
+@WORLD
+def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -> None:
+    def trained(ddp: list[Callback]) -> Any:
+        def fail(state: Any) -> None:
+            del watch.on_end_validation
+            raise KeyError("enough")
+
+        watch = Callback()
+        watch.on_end_validation = fail
+        made = looked_at(ddp, callbacks=[watch])
+        with contextlib.suppress(KeyError, PeerError):
+            made.predict()
+        return [made.run(2), made.evaluate(), parameters(made)]
+
+    assert_equal(trained([DDPCallback()]), trained([]), relative=1e-10)
+
+
+@WORLD
+def test_batches_too_short_for_batch_norm_train_on_fewer_processes_after_a_prediction() -> None:
+    made = looked_at([DDPCallback()], model=normalized())
+    made.predict()
+    made.run(1)
 
 
 @WORLD
