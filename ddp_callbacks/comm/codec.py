@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +13,11 @@ from ddp_callbacks.comm.checksums import memory_of
 
 Json = Any  # anything json.dumps accepts; numbers keep every bit, including NaN and infinities
 
-_PLAIN, _FLOATS = {type(None), bool, int, float, str}, {float}
-_ROW = bytes(8)
+_PLAIN = {type(None), bool, int, float, str}
 
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> bytes:
-    """Encode the result of :func:`pack` as an 8-byte length, the JSON, and the tensors' raw bytes.
-
-    A row of floats, as each step sends one, follows a length of 0 as it is: JSON takes ten times as long.
-    """
-    if "row" in header:
-        return _ROW + array("d", header["row"]).tobytes()
+    """Encode the result of :func:`pack` as an 8-byte length, the JSON, and the tensors' raw bytes."""
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors)])
@@ -32,8 +25,6 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> bytes:
 
 def decode(message: bytes, device: torch.device) -> Any:
     """Return the value that was packed and encoded; places its tensors on ``device``."""
-    if message[:8] == _ROW:
-        return array("d", message[8:]).tolist()
     offset = 8 + int.from_bytes(message[:8], "little")
     header, specs = json.loads(message[8:offset])
     tensors = []
@@ -69,8 +60,8 @@ def pack(value: Any) -> tuple[Json, list[torch.Tensor]]:
 
 
 def _pack(value: Any, tensors: list[torch.Tensor]) -> Json:
-    if type(value) is list and _PLAIN.issuperset(kinds := set(map(type, value))):
-        return {"row" if kinds == _FLOATS else "plain": [*value]}  # a copy, also for a single process
+    if type(value) is list and _PLAIN.issuperset(map(type, value)):
+        return {"plain": [*value]}  # a copy, also for a single process
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
