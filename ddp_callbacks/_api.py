@@ -4,7 +4,6 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer as BatchNormSynchroni
 from ddp_callbacks.checkpoints.file import CheckpointFile as CheckpointFile
 from ddp_callbacks.checkpoints.own_loop import load_checkpoint as load_checkpoint
 from ddp_callbacks.checkpoints.own_loop import save_checkpoint as save_checkpoint
-from ddp_callbacks.comm.compression import PowerSGD as PowerSGD
 from ddp_callbacks.cross_entropy import CrossEntropyWeight as CrossEntropyWeight
 from ddp_callbacks.data.random_state import seed_by_rank as seed_by_rank
 from ddp_callbacks.data.resuming import resumable_loader as resumable_loader

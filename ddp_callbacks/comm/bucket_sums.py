@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
+from ddp_callbacks.comm.compression import DTYPES, Compress
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
@@ -21,7 +21,7 @@ class BucketSums:
 
     Attributes:
         group: The ranks' process group.
-        hook, hook_state: The communication hook and its state: the user's, or one that compresses.
+        hook: The user's communication hook, or ``None``.
         divisor: The number by which a hook divides the sum, as it averages; 1 without a hook.
         allocate: Allocates memory for buckets.
 
@@ -40,12 +40,10 @@ class BucketSums:
         hook_state: Any,
         compress: Compress,
     ) -> None:
-        if compress is not None:
-            hook, hook_state = hook_of(compress, group, devices)
-        self.hook, self.hook_state, self.group = hook, hook_state, group
+        self.hook, self._hook_state, self.group = hook, hook_state, group
         self.divisor = 1 if hook is None else group.size()
         if hook is None:
-            self._all_reduce = choose_all_reduce(group, devices, dtype_of(compress))
+            self._all_reduce = choose_all_reduce(group, devices, DTYPES[compress])
             self.allocate = self._all_reduce.allocate
         else:
             self.allocate = getattr(hook, "allocate", allocate)
@@ -64,7 +62,7 @@ class BucketSums:
             grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
             with launching(bucket.doing, self.group):
-                bucket.sum = FutureWork(self.hook(self.hook_state, grad_bucket), flat, self.group, bucket.doing)
+                bucket.sum = FutureWork(self.hook(self._hook_state, grad_bucket), flat, self.group, bucket.doing)
             return
         if metadata is not None:
             flat = bucket.memory.flat

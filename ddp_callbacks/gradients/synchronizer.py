@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
+from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
@@ -61,9 +61,8 @@ class GradientSynchronizer:
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
             state (see :class:`ddp_callbacks.comm.hooks.GradBucket`). ``None`` is the exact all-reduce.
-        compress: How to send less over the network between nodes: in half precision (``"bf16"``, ``"fp16"``) or as
-            matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps every sum exact, as it always is on a
-            single node.
+        compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
+            keeps every sum exact, as it always is on a single node.
         process_group: The ranks' process group; ``None`` is the default group.
         room: How many numbers each rank can send with the gradients (:meth:`carry`).
 
@@ -104,11 +103,12 @@ class GradientSynchronizer:
         refuse_foreign_hooks(parameters, names)
         _require_same_way(module, bucket_cap_mb, comm_hook, compress, room, process_group)
         devices = [parameter.device for parameter in parameters]
-        self._sums = BucketSums(resolve_group(process_group), devices, comm_hook, comm_state, compress)
+        sums = BucketSums(resolve_group(process_group), devices, comm_hook, comm_state, compress)
+        self._group = sums.group
         are_sparse = _sparse_parameters(module)
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
-        self._reducer = Reducer(dense, sparse, names, self._sums, bucket_cap_mb, room)
+        self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room)
         self._hooks = BackwardHooks(self._reducer, self._switch)
 
     @property
@@ -209,20 +209,19 @@ class GradientSynchronizer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
 
-        It has the gradients that :meth:`no_sync` has accumulated, the last weights, and the state of PowerSGD. Each
+        It has the gradients that :meth:`no_sync` has accumulated, and the last weights, but not ``comm_state``. Each
         rank has a different state. Call it between two steps.
         """
         state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
         if self._reducer is None:
             return state
-        hook = state_of_hook(self._sums.hook_state)
-        return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict(), "hook": hook}
+        return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
 
         With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
-        accumulated gradients, and PowerSGD starts from zero.
+        accumulated gradients.
 
         Args:
             states: The result of :meth:`state_dict` on each rank.
@@ -230,7 +229,7 @@ class GradientSynchronizer:
         Raises:
             ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
         """
-        rank = 0 if self._reducer is None else self._sums.group.rank()
+        rank = 0 if self._reducer is None else self._group.rank()
         if len(states) == self._world_size:
             self._load_own(states[rank])
             return
@@ -243,7 +242,6 @@ class GradientSynchronizer:
         if self._reducer is not None:
             self._reducer.rounds = state["rounds"]
             self._reducer.weighing.load_state_dict(state["weighing"])
-            load_state_of_hook(self._sums.hook_state, dict(state["hook"]))
         self._load_gradients(state["gradients"])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:

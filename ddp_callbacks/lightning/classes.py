@@ -48,8 +48,8 @@ class CallbackStrategy(CallbackStrategyMixin):
         comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
             :class:`ddp_callbacks.GradientSynchronizer`.
         comm_state: The first argument of the hook.
-        compress: How to send less over the network between nodes: ``"bf16"``, ``"fp16"``, or
-            :class:`ddp_callbacks.PowerSGD` for low-rank matrices; ``None``: nothing is changed.
+        compress: Send over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``; ``None``: nothing is
+            changed.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to join, and for a silent process.
         start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or

@@ -84,7 +84,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        check_sync(sync, comm_hook=comm_hook, compress=compress)
+        check_sync(sync, comm_hook=comm_hook)
         check_verify(verify, sync)
         check_skip_batch(skip_batch, sync)
         super().__init__(

@@ -13,7 +13,7 @@ from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
+from ddp_callbacks.comm.compression import DTYPES, Compress, check_compress
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
 from ddp_callbacks.errors import ConfigurationError
@@ -69,7 +69,7 @@ class ParameterAverager:
     ) -> None:
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, None)
-        check_sync(sync, compress=compress)
+        check_sync(sync)
         self._sync, self._optimizer, self._group = sync, optimizer, process_group
         self._own_state: dict[Any, Any] = {}  # used without an optimizer
         self._steps, self._weight = 0, 0.0
@@ -85,7 +85,7 @@ class ParameterAverager:
         self._fragments = make_fragments(module, sync, bucket_cap_mb)
         if not is_alone:
             devices = [fragment.anchor.device for fragment in self._fragments]
-            self._all_reduce = choose_all_reduce(resolve_group(process_group), devices, dtype_of(compress))
+            self._all_reduce = choose_all_reduce(resolve_group(process_group), devices, DTYPES[compress])
 
     @property
     def is_last_step(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddp_callbacks.comm.compression import PowerSGD
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -70,7 +69,7 @@ class DiLoCo(_Method):
 Sync = Literal["every_step"] | LocalSGD | DiLoCo
 
 
-def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_batchnorm: bool = False) -> None:
+def check_sync(sync: Any, *, comm_hook: Any = None, sync_batchnorm: bool = False) -> None:
     """Raise :class:`ConfigurationError` unless ``sync`` is a :data:`Sync` and compatible with the other settings."""
     if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
@@ -78,7 +77,6 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
         return
     conflicts = {
         "a comm_hook sums gradients": comm_hook is not None,
-        f"compress={compress} is for gradients": isinstance(compress, PowerSGD),
         "sync_batchnorm=True exchanges statistics in every step": sync_batchnorm,
     }
     for conflict, is_there in conflicts.items():

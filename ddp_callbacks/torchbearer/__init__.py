@@ -126,7 +126,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
+        check_sync(sync, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
         check_skip(skip_batch, sync)
         group = process_group

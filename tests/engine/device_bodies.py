@@ -30,7 +30,6 @@ from ddp_callbacks import (
     DiLoCo,
     GradientSynchronizer,
     ParameterAverager,
-    PowerSGD,
     broadcast_optimizer_state,
     broadcast_parameters,
     merge_buffers,
@@ -134,11 +133,10 @@ def hooks_and_compression(device: str) -> None:
 
     state, hook = power_sgd()
     # Between the CPUs of one host nothing is sent, so nothing is compressed.
-    compressed = [(None, allreduce_hook)] * 2 if device == "cpu" else [(None, bf16_compress_hook), power_sgd()]
+    compressed = allreduce_hook if device == "cpu" else bf16_compress_hook
     train_beside_ddp(device, (None, fp16_compress_hook), comm_hook=fp16_compress_hook)
     train_beside_ddp(device, power_sgd(), comm_hook=hook, comm_state=state)
-    train_beside_ddp(device, compressed[0], compress="bf16")
-    train_beside_ddp(device, compressed[1], compress=PowerSGD(rank=1, start=2))
+    train_beside_ddp(device, (None, compressed), compress="bf16")
 
 
 def train_beside_ddp(device: str, hook: tuple[Any, Any], **options: Any) -> None:

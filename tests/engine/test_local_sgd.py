@@ -17,7 +17,7 @@ from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD, get_rank, get_world_size
+from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, get_rank, get_world_size
 from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync
@@ -378,8 +378,6 @@ def test_compressed_outer_gradients_are_rounded_where_they_are_sent() -> None:
         (lambda: DiLoCo(5, outer_momentum=1), "outer_momentum must be at least 0 and below 1, got 1"),
         (lambda: DiLoCo(5, outer_momentum="0.9"), "outer_momentum must be at least 0 and below 1, got '0.9'"),
         (lambda: check_sync("sometimes"), 'sync must be "every_step", LocalSGD'),
-        (lambda: check_sync(LocalSGD(8), compress=PowerSGD()), "compress=PowerSGD.* is for gradients, but sync"),
-        (lambda: ParameterAverager(network(), DiLoCo(5), compress=PowerSGD()), "compress=PowerSGD.* is for gradients"),
         (lambda: check_sync(DiLoCo(8), sync_batchnorm=True), "sync_batchnorm=True exchanges statistics in every step"),
         (lambda: check_sync(LocalSGD(8), comm_hook=print), "sums gradients, but sync=LocalSGD.every=8. sends none"),
         (lambda: ParameterAverager(network(), DiLoCo(5)).step(float("nan")), "must be 0 or more, got nan"),

@@ -44,7 +44,7 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from torchbearer.metrics import EpochLambda, lambda_metric, mean, running_mean, std, to_dict, var
 from ways import Way
 
-from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD, get_rank, get_world_size
+from ddp_callbacks import DiLoCo, LocalSGD, get_rank, get_world_size
 from ddp_callbacks.torchbearer import DDPCallback, Resume
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -825,5 +825,5 @@ def a_batch_that_is_skipped(extra: Extra) -> Any:
 def gradients_that_are_compressed(extra: Extra) -> Any:
     """Between hosts, if there are any."""
     model = nn.Sequential(network(), nn.Linear(CLASSES, 64), nn.Linear(64, CLASSES)).double()
-    made = trial(extra(compress=PowerSGD(rank=1)), model=model)
+    made = trial(extra(compress="bf16"), model=model)
     return train(made, DataLoader(data(30), 6, shuffle=True))

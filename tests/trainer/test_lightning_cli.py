@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from trainer_cases import RELATIVE, Bodies, quiet
 from trainers import Net, loader
 
-from ddp_callbacks import CrossEntropyWeight, DiLoCo, LocalSGD, PowerSGD
+from ddp_callbacks import CrossEntropyWeight, DiLoCo, LocalSGD
 from ddp_callbacks.lightning import CallbackStrategy
 
 pytest.importorskip("jsonargparse")
@@ -73,7 +73,6 @@ WORDS: dict[str, tuple[str, Any]] = {
 OBJECTS: dict[str, tuple[str, str, Any]] = {
     "sync=LocalSGD": ("ddp_callbacks.LocalSGD", "every=4", LocalSGD(4)),
     "sync=DiLoCo": ("ddp_callbacks.DiLoCo", "every=50", DiLoCo(50)),
-    "compress=PowerSGD": ("ddp_callbacks.PowerSGD", "rank=2", PowerSGD(2)),
     "checkpoint_io": ("lightning.pytorch.plugins.AsyncCheckpointIO", "", AsyncCheckpointIO()),
 }
 SETTINGS = WORDS | OBJECTS
@@ -96,7 +95,6 @@ TOGETHER = [  # what goes together
     ["reduction", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
     ["weight=cross_entropy", "compress"],
     ["sync=DiLoCo"],
-    ["compress=PowerSGD"],
 ]
 
 
@@ -241,13 +239,13 @@ TYPED = """
 from datetime import timedelta
 import {package} as pl
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from ddp_callbacks import LocalSGD, PowerSGD
+from ddp_callbacks import LocalSGD
 from ddp_callbacks.{ours} import CallbackStrategy, DDPCallback
 
 def weigh(batch: dict[str, int]) -> float:
     return 1.0
 
-good = CallbackStrategy("per_process", weight=weigh, compress=PowerSGD(2), timeout=timedelta(minutes=1))
+good = CallbackStrategy("per_process", weight=weigh, compress="bf16", timeout=timedelta(minutes=1))
 CallbackStrategy(sync=LocalSGD(every=4), weight="cross_entropy", comm_hook=bf16_compress_hook)
 pl.Trainer(strategy=good)
 pl.Trainer(callbacks=[DDPCallback()])
