@@ -9,9 +9,9 @@ if the last bucket cannot carry them: low precision, compression, a communicatio
 them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
 still notices in each step if another rank has failed.
 
-Behind them are numbers of each rank: its weight, and the caller's numbers, which saves a message. Each rank writes to
-its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
-which float32 holds exactly, whatever their bits.
+Behind them are the caller's numbers of each rank, which saves a message. Each rank writes to its own place, which is
+zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers, which float32 holds
+exactly, whatever their bits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class MetadataFormat:
     """Encodes the metadata of a rank as float64, and decodes the sum over the ranks.
 
     Attributes:
-        counts: How many numbers are summed.
+        buckets, parameters: How many there are; the message has a flag for each.
         rank, world_size: This rank, and the number of ranks.
         numbers: How many numbers each rank sends along to be gathered.
     """
 
-    counts: int
+    buckets: int
+    parameters: int
     rank: int
     world_size: int
     numbers: int
@@ -43,18 +44,22 @@ class MetadataFormat:
     @property
     def numel(self) -> int:
         """The length of a message."""
-        return self.counts + self.world_size * self.numbers * _PIECES
+        return 1 + self.buckets + self.parameters + self.world_size * self.numbers * _PIECES
 
-    def encode(self, counts: Sequence[float], numbers: Sequence[float]) -> torch.Tensor:
-        """Return this rank's message: ``counts`` to sum, then ``numbers`` in its own place."""
+    def encode(
+        self, trained: float, dirty: Sequence[bool], used: Sequence[bool], numbers: Sequence[float]
+    ) -> torch.Tensor:
+        """Return this rank's message: what is summed, then ``numbers`` in its own place."""
         width = self.numbers * _PIECES
         places = [0] * (self.world_size * width)
         places[self.rank * width : (self.rank + 1) * width] = array("h", array("d", numbers).tobytes())
-        return torch.tensor([*counts, *places], dtype=torch.float64)
+        return torch.tensor([trained, *dirty, *used, *places], dtype=torch.float64)
 
-    def decode(self, summed: torch.Tensor) -> tuple[list[float], list[list[float]]]:
-        """Return the sums, and the numbers of each rank, by rank."""
-        values = summed.tolist()
-        numbers = array("d", array("h", map(int, values[self.counts :])).tobytes()).tolist()
-        by_rank = [numbers[at : at + self.numbers] for at in range(0, len(numbers), self.numbers)]
-        return values[: self.counts], by_rank
+    def decode(self, summed: torch.Tensor) -> tuple[float, list[bool], list[bool], list[list[float]]]:
+        """Return the sum of ``trained``, which flags any rank has set, and the numbers of each rank, by rank."""
+        trained, *values = summed.tolist()
+        flags, places = values[: self.buckets + self.parameters], values[self.buckets + self.parameters :]
+        is_set = [count > 0 for count in flags]
+        numbers = array("d", array("h", map(int, places)).tobytes()).tolist()
+        by_rank = [numbers[rank * self.numbers :][: self.numbers] for rank in range(self.world_size)]
+        return trained, is_set[: self.buckets], is_set[self.buckets :], by_rank

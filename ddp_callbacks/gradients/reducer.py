@@ -67,8 +67,7 @@ class Reducer:
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
         assigned = assign_buckets(dense, bucket_cap_mb)
-        counts = 1 + len(assigned) + len(self.used)
-        self._format = MetadataFormat(counts, self._group.rank(), self._group.size(), 1 + room)
+        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
             for index, slots in enumerate(assigned)
@@ -117,13 +116,12 @@ class Reducer:
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
-        (trained, *flags), numbers = self._format.decode(self._exchange_metadata())
+        trained, dirty, used, numbers = self._format.decode(self._exchange_metadata())
         if self.outgoing is not None:
             self.carried, self.outgoing = [carried for _, *carried in numbers], None
         self._require_same_trained(trained)
-        used = [count > 0 for count in flags[len(self.buckets) :]]
         filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
-        self._send_rest(filled, flags[: len(self.buckets)])
+        self._send_rest(filled, dirty)
         correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
         for bucket in filled:
             if correction != 1:
@@ -151,7 +149,7 @@ class Reducer:
         """Return this rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
         outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
-        return self._format.encode([self._trained(), *dirty, *self.used], [self.weighing.weight, *outgoing])
+        return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
         """Return a checksum of the trained parameters; float32 holds its sum over the ranks exactly."""
@@ -174,7 +172,7 @@ class Reducer:
         # Not before the waits: a hook may start more collectives from its futures, at different moments on the ranks.
         return all_reduce(self._message(), "the metadata of the gradients", self._group)
 
-    def _send_rest(self, filled: list[Bucket], dirty: Sequence[float]) -> None:
+    def _send_rest(self, filled: list[Bucket], dirty: Sequence[bool]) -> None:
         """Sum contributions to buckets launched before, and buckets that were not predicted. A collective."""
         for bucket in self.buckets:
             if dirty[bucket.index]:
