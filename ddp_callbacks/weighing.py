@@ -16,7 +16,7 @@ exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks.errors import ConfigurationError
 
+_STATE = ("weight", "total", "accumulates", "_supposed")  # attributes in a checkpoint
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
@@ -109,6 +110,16 @@ class Weighing:
             return 1.0
         supposed, self._supposed = self._supposed, weights
         return supposed / weights if weights else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data, for a checkpoint."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.accumulates, self._supposed = False, state["_supposed"]
+        self.set(state["weight"], state["total"])
+        self.accumulates = state["accumulates"]
 
     def close(self) -> None:
         """Remove every hook."""

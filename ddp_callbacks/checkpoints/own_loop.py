@@ -21,6 +21,7 @@ from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import CheckpointError, ConfigurationError
+from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -44,18 +45,18 @@ class LocalSums(dict[str, Any]):
         super().__init__(sums)
 
 
-_OWN = (Resumable, ParameterAverager, RunRandomState, LocalSums)
+_OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState, LocalSums)
 
 
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
     """Save a loop between two batches, so that :func:`load_checkpoint` resumes at the next one. A collective.
 
-    Returns when the file exists. Call it when the loop has finished a batch: after the optimizer's step, or at least
-    after a backward that synchronizes, outside of ``no_sync``. To resume in the middle of a loader's pass, call it
-    inside the ``for`` over the loader: after a ``break`` the pass is over, and the next one starts from its beginning.
+    Returns when the file exists. Call it when the loop has finished a batch: after the optimizer's step, or, in the
+    middle of an accumulation, after backward. To resume in the middle of a loader's pass, call it inside the ``for``
+    over the loader: after a ``break`` the pass is over, and the next one starts from its beginning.
 
-    Each rank saves its own position in the data, random state, and whatever else differs between the ranks. Everything
-    else, such as the model and the optimizer, is saved by rank 0.
+    Each rank saves its own position in the data, random state, accumulated gradients, and whatever else differs between
+    the ranks. Everything else, such as the model and the optimizer, is saved by rank 0.
 
     Args:
         file: A path; or an open :class:`CheckpointFile`, which keeps other jobs away between two saves, too, and can
@@ -67,13 +68,13 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 
     Raises:
         CheckpointError: The file cannot be written; the old files remain. Or another job writes it.
-        ConfigurationError: An object has no state, or gradients of ``no_sync`` are not synchronized yet.
+        ConfigurationError: An object has no state.
         PeerError: Another rank failed or died.
     """
     with _opened(file) as opened:
         own = {name: _state_of(name, value) for name, value in objects.items() if _is_own(value)}
         buffers = {name: dict(module.named_buffers()) for name, module in _modules(objects).items()}
-        tensors = {_GRADIENTS: _gradients(objects), _BUFFERS: buffers}
+        tensors = {_GRADIENTS: _gradients(objects, own), _BUFFERS: buffers}
         differing = _which_differ(tensors, opened)
         mine = {name: value for name, value in tensors.items() if name in differing}
         averagers = [value for value in objects.values() if isinstance(value, ParameterAverager)]
@@ -165,8 +166,11 @@ def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:
     return [name for name, *seen in zip(tensors, *by_rank, strict=True) if len(set(seen)) > 1]
 
 
-def _gradients(objects: Objects) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the models' gradients by name."""
+def _gradients(objects: Objects, own: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the models' gradients by name; none if a synchronizer saves those that it has not sent yet."""
+    synchronizers = [name for name, value in objects.items() if isinstance(value, GradientSynchronizer)]
+    if any(own[name]["gradients"] for name in synchronizers):
+        return {}
     return {
         name: {key: parameter.grad for key, parameter in module.named_parameters() if parameter.grad is not None}
         for name, module in _modules(objects).items()
@@ -219,7 +223,9 @@ def _load_shared(value: Any, state: Any) -> None:
 
 def _load_own(value: Any, states: LocalStates) -> None:
     """Load the ranks' own states. Local; a collective for a ``ParameterAverager`` on another number of ranks."""
-    if isinstance(value, ParameterAverager) and not states.is_same_world:
+    if isinstance(value, GradientSynchronizer):
+        value.load_state_dict(states.of_ranks)
+    elif isinstance(value, ParameterAverager) and not states.is_same_world:
         value.load_state_dict({"steps": 0, "weight": 0.0})  # the loaded model was saved with closed windows
         value.outer_step()
     elif isinstance(value, LocalSums):

@@ -156,29 +156,20 @@ class ResumableRun:
 
     A resumed run repeats a validation as a whole: if the run is cut in a validation, it resumes right before it. So the
     file's content is put together before the validation, and written if the ranks are asked to stop before its end. A
-    repeated validation is not cut again, because a run with little time would never get further; nor is one between two
-    batches whose gradients accumulate.
-
-    Args:
-        accumulates: Returns whether gradients wait for a later batch to be synchronized. Equal on all ranks.
+    repeated validation is not cut again, because a run with little time would never get further.
 
     Attributes:
         file: The file, open inside :meth:`opened`.
     """
 
-    def __init__(
-        self,
-        options: ResumeOptions,
-        group: dist.ProcessGroup | None = None,
-        accumulates: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, options: ResumeOptions, group: dist.ProcessGroup | None = None) -> None:
         self.file = CheckpointFile(
             options.path, async_save=options.async_save, weights_only=options.weights_only, process_group=group
         )
-        self._preemption, self._accumulates = options.preemption, accumulates
+        self._preemption = options.preemption
         self._interval = Interval(options.every, group)
         self._before_validation: io.BytesIO | None = None
-        self._may_cut_validation = False
+        self._is_further = False  # than the run that it resumes
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -197,8 +188,7 @@ class ResumableRun:
     ) -> None:
         """Write the file if it is due. If the ranks are asked to stop, write it and raise ``Preempted``.
 
-        A run that is over writes the file and ends as usual. While gradients accumulate, neither happens: the file
-        holds none that are not synchronized.
+        A run that is over writes the file and ends as usual.
 
         Args:
             take: Returns the content of the file, as a context inside which it is written. A collective.
@@ -207,15 +197,14 @@ class ResumableRun:
             is_over: Whether the run has nothing left to do.
             validates: Whether a validation comes next.
         """
-        accumulates = self._accumulates()
-        self._before_validation, self._may_cut_validation = None, not accumulates
-        stops = not is_over and self._preemption.is_requested() and not accumulates
-        is_due = self._interval.is_due(ends_batch, ends_epoch) and not accumulates
+        self._before_validation, self._is_further = None, True
+        stops = not is_over and self._preemption.is_requested()
+        is_due = self._interval.is_due(ends_batch, ends_epoch)
         if is_over or stops or is_due:
             with take() as content:
                 self.file.write(*content)
             self._interval.note_written()
-        elif validates and not accumulates:
+        elif validates:
             with take() as content:
                 self._before_validation = self.file.prepare(*content)
         if stops:
@@ -223,7 +212,7 @@ class ResumableRun:
 
     def pass_moment_of_validation(self) -> None:
         """If the ranks are asked to stop, write the state from before the validation, and raise ``Preempted``."""
-        if self._may_cut_validation and self._preemption.is_requested():
+        if self._is_further and self._preemption.is_requested():
             if self._before_validation is not None:  # otherwise the file has it already
                 self.file.put(self._before_validation)
             self._stop()

@@ -15,7 +15,7 @@ late contributions to the bucket as well, and from then on launch this bucket at
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -78,6 +78,11 @@ class Reducer:
         self._carries_metadata = False  # whether the last planned bucket does
         self._scale = 1.0  # the factor for gradients before the sum
         self._is_finished = True  # False after an exception has ended a backward
+
+    def note_used(self, names: Container[str]) -> None:
+        """Note that the parameters with these names have a gradient that is not synchronized yet."""
+        for slot, parameter in enumerate(self.parameters):
+            self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
 
     def begin(self) -> None:
         """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""

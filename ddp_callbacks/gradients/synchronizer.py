@@ -89,10 +89,13 @@ class GradientSynchronizer:
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.room = room
+        self._module = module
+        self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
-        if get_world_size(process_group) == 1:
+        self._world_size = get_world_size(process_group)
+        if self._world_size == 1:
             return
         begin_run(process_group)
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
@@ -158,22 +161,14 @@ class GradientSynchronizer:
         """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
         return self._switch.enabled
 
-    @property
-    def has_unsynchronized_gradients(self) -> bool:
-        """Whether gradients of :meth:`no_sync` wait for the next synchronization; equal on all ranks.
-
-        Always ``False`` with a single process.
-        """
-        return self._reducer is not None and self._reducer.weighing.accumulates
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated gradients.
 
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
-        backwards. Nothing blocks inside. Don't save a checkpoint before the backward outside.
+        backwards. Nothing blocks inside.
         """
-        before, self._switch.enabled = self._switch.enabled, False
+        before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
         if self._reducer is not None:
             self._reducer.weighing.accumulates = True
         try:
@@ -212,20 +207,57 @@ class GradientSynchronizer:
             self._reducer.outgoing = numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, for a checkpoint: between two steps there is nothing to save. Local.
+        """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.
+
+        It has the gradients that :meth:`no_sync` has accumulated, and the last weights, but not ``comm_state``. Each
+        rank has a different state. Call it between two steps.
+        """
+        state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
+        if self._reducer is None:
+            return state
+        return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict()}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
+
+        With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
+        accumulated gradients.
+
+        Args:
+            states: The result of :meth:`state_dict` on each rank.
 
         Raises:
-            ConfigurationError: Gradients of :meth:`no_sync` are not synchronized yet.
+            ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
         """
-        if self.has_unsynchronized_gradients:
-            raise ConfigurationError(
-                "a checkpoint holds no gradients that were accumulated in no_sync, and some wait. Save after the "
-                "backward that synchronizes, when has_unsynchronized_gradients is False."
-            )
-        return {}
+        rank = 0 if self._reducer is None else self._group.rank()
+        if len(states) == self._world_size:
+            self._load_own(states[rank])
+            return
+        gradients = _sum_of_gradients(states, self._world_size)
+        if gradients and self._reducer is not None:
+            self._reducer.weighing.accumulates = True
+        self._load_gradients(gradients if rank == 0 else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        if self._reducer is not None:
+            self._reducer.rounds = state["rounds"]
+            self._reducer.weighing.load_state_dict(state["weighing"])
+        self._load_gradients(state["gradients"])
+
+    def _accumulated(self) -> dict[str, torch.Tensor]:
+        """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
+        if not (self._has_accumulated if self._reducer is None else self._reducer.weighing.accumulates):
+            return {}
+        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
+        return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+
+    def _load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._has_accumulated = self._has_accumulated or bool(gradients)
+        for name, parameter in self._module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+        if self._reducer is not None:
+            self._reducer.note_used(gradients)
 
     def close(self) -> None:
         """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""
@@ -236,6 +268,21 @@ class GradientSynchronizer:
 
 def _nothing() -> None:
     pass
+
+
+def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
+    """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
+    if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
+        raise ConfigurationError(
+            f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
+            f"total, so {world_size} cannot resume from them. Start {len(states)}, or give weigh() the total."
+        )
+    factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
+    summed: dict[str, torch.Tensor] = {}
+    for state in states:
+        for name, gradient in state["gradients"].items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    return {name: gradient * factor for name, gradient in summed.items()}
 
 
 def _require_same_way(

@@ -91,12 +91,11 @@ class Resume(ResumeMixin):
     resumes from it, and ``ckpt_path`` is ignored. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
-    the first batch of the training comes before the stop, and on several processes, while gradients accumulate, the
-    batch that synchronizes them.
+    the first batch of the training comes before the stop.
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. In addition it has what Lightning does not
-    save: the position in the loaders, logged values and metrics of the current pass, running statistics, random states,
-    and the module's plain attributes that the fit has changed.
+    save: the position in the loaders, logged values and metrics of the current pass, accumulated gradients, running
+    statistics, random states, and the module's plain attributes that the fit has changed.
 
     On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout
     masks than before, and the rest is equal up to rounding. The hooks that open the fit and the epoch run again; then

@@ -60,7 +60,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
     _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
-    strategy.load_own_state(states.of("strategy").mine, states.is_same_world)
+    strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
         for optimizer, state in zip(trainer.optimizers[1:], own["optimizers"], strict=False):
             _parts.torch_optimizer(optimizer).load_state_dict(state)
@@ -135,9 +135,9 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that an optimizer's next step may use: equal on all ranks, except with local steps."""
+    """Return the gradients that an optimizer's next step may use, and that the gradient engine does not save."""
     module = trainer.lightning_module
-    if module.automatic_optimization and not _parts.is_accumulating(trainer):
+    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
         return {}
     named = ((name, parameter.grad) for name, parameter in module.named_parameters())
     return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}

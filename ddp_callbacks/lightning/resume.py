@@ -9,9 +9,6 @@ place         the fit was cut                                        hooks that 
 ``epoch``     between two epochs                                     those that open the run
 ============  =====================================================  ===================================================
 
-On several processes, a batch whose gradients wait for a later batch is no such place: the fit goes on until they are
-synchronized.
-
 To resume, Lightning's loop runs as in a new fit, in the epoch that was cut or in the next one, until it is about to
 train. Then everything is restored. A fit that is over begins and ends once more, without an epoch: callbacks that put
 averaged weights in place do so in ``on_train_end``, after the last file was written.
@@ -78,7 +75,7 @@ class Fit:
     def __init__(self, trainer: Any, options: ResumeOptions) -> None:
         self._trainer = trainer
         self._on_signal = options.on_signal
-        self._resumable = ResumableRun(options, accumulates=lambda: trainer.strategy.has_unsynchronized_gradients)
+        self._resumable = ResumableRun(options)
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # this rank's state in the file, or rank 0's
         self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
@@ -257,7 +254,7 @@ class Fit:
         }
         checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
         if trainer.strategy.takes_local_steps:
-            trainer.strategy.load_own_state(own["strategy"], True)
+            trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         own["loggers"] = loggers.places_of(trainer.loggers)
         yield checkpoint, own, self._about(train)
 

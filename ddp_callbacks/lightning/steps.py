@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -155,11 +155,6 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return self._local is not None
 
     @property
-    def has_unsynchronized_gradients(self) -> bool:
-        """See :class:`ddp_callbacks.GradientSynchronizer`."""
-        return self._synchronizer is not None and self._synchronizer.has_unsynchronized_gradients
-
-    @property
     def random_state(self) -> RunRandomState:
         """The random state of the run; with a single process, that of the process."""
         return RunRandomState() if self._run is None else self._run.drawing.random_state
@@ -167,17 +162,21 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "held": []} if self._run is None else self._run.state_dict()
-        return run | {"local_steps": None if self._local is None else self._local.state_dict()}
+        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
+        return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
 
-    def load_own_state(self, own: dict[str, Any], are_as_many: bool) -> None:
+    def load_own_state(self, states: Sequence[dict[str, Any]], are_as_many: bool) -> None:
         """Inverse of :meth:`own_state`. Local.
 
         Args:
-            own: The state of this rank, if there were as many ranks; otherwise rank 0's.
+            states: The states of all ranks that took them. If there were as many as now, each must be this rank's own.
             are_as_many: Whether there were as many ranks as now.
         """
+        own = states[0]
         if self._run is not None:
             self._run.load_state_dict(own, are_as_many)
+        if self._synchronizer is not None and own["engine"] is not None:
+            self._synchronizer.load_state_dict([state["engine"] for state in states])
         if are_as_many and self._local is not None and own["local_steps"] is not None:
             self._local.load_state_dict(own["local_steps"])
 

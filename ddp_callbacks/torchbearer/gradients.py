@@ -187,10 +187,16 @@ class AllReduceGradients(DistributedCallback):
             self._synchronizer = None
 
     def local_state(self, state: State) -> dict[str, Any]:
-        return {"next_check": self._next_check, "skipped": self._skipped}
+        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
+        return {"engine": engine, "next_check": self._next_check, "skipped": self._skipped}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        self._next_check, self._skipped = states.mine["next_check"], states.mine["skipped"]
+        self._next_check = states.mine["next_check"]
+        engines = states.of("engine").of_ranks
+        if None not in engines:  # otherwise no training had begun
+            self.on_start_training(state)
+            in_training_pass(self._synchronizer).load_state_dict(engines)
+        self._skipped = states.mine["skipped"]
 
     @contextmanager
     def _skipping(self, trial: Any) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import assert_equal
 from kit.ranks import live_on_hosts
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import Tensor, nn
@@ -45,19 +47,26 @@ def of_one_process(step: int) -> list[Tensor]:
     return gradients(net)
 
 
-def synchronize(compress: Any, layout: tuple[int, ...] = (), known: bool = True) -> list[list[Tensor]]:
-    """The gradients of each step."""
+def synchronize(compress: Any, layout: tuple[int, ...] = (), known: bool = True, cut: int = -1) -> list[list[Tensor]]:
+    """The gradients of each step. Before step ``cut`` a synchronizer goes on from the states of another."""
     group = dist.new_group()
     if layout:
         live_on_hosts(layout, group)
     net, rank = model(), dist.get_rank()
-    synchronizer = GradientSynchronizer(net, bucket_cap_mb=0.002, compress=compress, process_group=group)
-    seen = []
+    seen, states = [], []
     for step in range(STEPS):
+        if step in (0, cut):
+            synchronizer = GradientSynchronizer(net, bucket_cap_mb=0.002, compress=compress, process_group=group)
+            if states:
+                synchronizer.load_state_dict(states)
         net.zero_grad()
         synchronizer.weigh(SAMPLES[rank], sum(SAMPLES[: dist.get_world_size()]) if known else None)
         loss_of(net, rank, step).backward()
         seen.append(gradients(net))
+        if step == cut - 1:
+            torch.save(synchronizer.state_dict(), file := io.BytesIO())
+            states = by_rank(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+            synchronizer.close()
     synchronizer.close()
     return seen
 
@@ -82,6 +91,14 @@ def test_gradients_are_those_of_one_process_but_for_the_rounding() -> None:
             assert compress is None or wrong > bound / 30  # it was rounded
     for step, grads in enumerate(synchronize("bf16")):
         assert error(grads, of_one_process(step)) < 1e-6  # nothing is sent on one host
+
+
+@WORLD
+def test_a_training_that_goes_on_from_the_engine_s_state_has_the_same_bits() -> None:
+    """The engines' states resume with the same bits."""
+    for compress, known in (("bf16", True), (None, False)):
+        whole = synchronize(compress, (1, 1), known)
+        assert_equal(synchronize(compress, (1, 1), known, cut=3), whole, 0.0)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

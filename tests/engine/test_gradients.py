@@ -308,6 +308,12 @@ def test_what_would_give_wrong_gradients_is_refused_with_the_reason(name: str) -
     assert all(text in str(caught.value) for text in TOLD[MISTAKES[name]]), caught.value
 
 
+def test_gradients_under_weights_without_a_total_are_refused_on_another_number_of_ranks() -> None:
+    states = [{"gradients": {"0.weight": torch.ones(4, 4)}, "weighing": {"total": None}}] * 2
+    with pytest.raises(ConfigurationError, match=r"that 2 processes have accumulated .* Start 2, or give"):
+        GradientSynchronizer(mlp()).load_state_dict(states)
+
+
 # --- one process --------------------------------------------------------------------------------------------------
 
 

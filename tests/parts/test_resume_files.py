@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +13,7 @@ from torch import nn
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import changed, checksums_of
-from ddp_callbacks.checkpoints.resume import Content, Every, Interval, ResumableRun, ResumeOptions
-from ddp_callbacks.errors import Preempted
+from ddp_callbacks.checkpoints.resume import Every, Interval
 from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
 
 CPU = torch.device("cpu")
@@ -96,25 +92,3 @@ def test_a_checkpoint_is_written_when_it_is_due(
             written.append(batch)
             interval.note_written()
     assert written == expected
-
-
-@contextlib.contextmanager
-def nothing() -> Iterator[Content]:
-    yield {}, {}, {}
-
-
-def test_while_gradients_accumulate_no_file_is_written_and_no_run_stops(tmp_path: Path) -> None:
-    """A run is cut where no gradients wait to be synchronized."""
-    options = ResumeOptions(path := tmp_path / "run.pt", every=1)
-    waits = iter([True, False, True, False])
-    run = ResumableRun(options, accumulates=lambda: next(waits))
-    with run.opened():
-        run.pass_moment(nothing, ends_batch=True)
-        assert not path.exists()
-        run.pass_moment(nothing, ends_batch=True)
-        assert path.exists()
-        options.preemption.request("the test")
-        run.pass_moment(nothing, ends_batch=True, validates=True)
-        run.pass_moment_of_validation()
-        with pytest.raises(Preempted):
-            run.pass_moment(nothing, ends_batch=True)

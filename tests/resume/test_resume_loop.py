@@ -21,7 +21,6 @@ from ways import RELATIVE, Way, in_each, prove
 
 from ddp_callbacks import (
     CheckpointFile,
-    GradientSynchronizer,
     Preemption,
     join_process_group,
     load_checkpoint,
@@ -135,23 +134,6 @@ def test_on_another_number_running_statistics_are_the_mean_of_the_ranks(tmp_path
     for found, one, other in zip(statistics_of(alone), first, second, strict=True):
         assert not torch.equal(one, other)
         torch.testing.assert_close(found, (one + other) / 2, rtol=1e-12, atol=0)
-
-
-def save_in_no_sync(path: str) -> None:
-    model = nn.Linear(2, 1)
-    synchronizer = GradientSynchronizer(model)
-    objects = {"model": model, "engine": synchronizer}
-    with synchronizer.no_sync():
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(ConfigurationError, match=r"accumulated in no_sync, and some wait. Save after the backward"):
-            save_checkpoint(path, objects)
-    model(torch.ones(1, 2)).sum().backward()
-    save_checkpoint(path, objects)
-    assert load_checkpoint(path, objects)
-
-
-def test_a_save_while_gradients_accumulate_is_refused_by_name(tmp_path: Path) -> None:
-    run_distributed(save_in_no_sync, 2, str(tmp_path / "run.pt"))
 
 
 def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:

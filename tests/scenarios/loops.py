@@ -98,24 +98,19 @@ class Loop:
         self.sums.update(loss=0.0, samples=0)
         self.schedule.step()
 
-    @property
-    def accumulates(self) -> bool:
-        return self.synchronizer is not None and self.synchronizer.has_unsynchronized_gradients
-
     def run(self, cut: int | None = None, save: Callable[[], None] = lambda: None) -> int:
-        """To the end, or until it saves: at this moment, a batch or the end of an epoch, or once gradients are
-        synchronized. How many moments there were."""
+        """To the end, or until it saves at this moment, a batch or the end of an epoch; how many there were."""
         moments = 0
         while self.progress["epoch"] < EPOCHS:
             for batch, share in with_shares(self.loader):
                 self.step(batch, share)
                 moments += 1
-                if cut is not None and moments >= cut and not self.accumulates:
+                if moments == cut:
                     save()
                     return moments
             self.end_epoch()
             moments += 1
-            if cut is not None and moments >= cut:
+            if moments == cut:
                 save()
                 return moments
         return moments
