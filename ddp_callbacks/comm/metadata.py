@@ -9,9 +9,9 @@ if the last bucket cannot carry them: low precision, compression, a communicatio
 them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
 still notices in each step if another rank has failed.
 
-Behind them are the caller's numbers of each rank, which saves a message. Each rank writes to its own place, which is
-zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers, which float32 holds
-exactly, whatever their bits.
+After them come numbers of each rank: its weight, and the caller's numbers, which saves a message. Each rank writes to
+its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
+which float32 holds exactly, whatever their bits.
 """
 
 from __future__ import annotations
