@@ -98,7 +98,7 @@ def weighed_backward(
 def joint_loss(loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
     """Return the loss of the whole batch, computed from the losses of the parts. A collective."""
     part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over no sample is NaN
-    joined = sum(row[0] for row in all_gather_object([part], "the loss"))
+    joined = sum(all_gather_object(part, "the loss"))
     return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
 
@@ -165,7 +165,7 @@ class Batches:
             return float(share.total)
         if not training or not self._sums_weights:
             return None
-        return float(sum(row[0] for row in all_gather_object([weight], "the weight of the batch")))
+        return float(sum(all_gather_object(weight, "the weight of the batch")))
 
 
 def give_loaders_back(loops: Iterable[Any]) -> None:

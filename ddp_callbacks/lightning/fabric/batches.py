@@ -123,7 +123,7 @@ def weight_and_total(draws: Iterable[Draw]) -> tuple[float, float]:
     batches = list(draws)
     for draw in batches:
         if draw.total is None:
-            draw.total = sum(row[0] for row in all_gather_object([draw.weight], "the weight of the batch"))
+            draw.total = sum(all_gather_object(draw.weight, "the weight of the batch"))
     if not batches:
         return 1.0, float(get_world_size())
     if len(batches) > 1:
