@@ -19,6 +19,13 @@ HEARTBEAT_TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
 ENDED = "ddp_callbacks/ended"
 """Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
 
+KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
+"""Environment variable: set if ``ddprun`` lets the job go on without processes that died."""
+
+MEMBERS = "ddp_callbacks/members"
+"""Key in the store, in which ``ddprun`` notes who takes part, by the numbers that the processes were started with:
+``{"generation": 1, "ranks": [0, 2]}``. Absent until a process has died."""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

@@ -34,7 +34,8 @@ from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
 from ddp_callbacks.process_group.failures import LINGER, wait
-from ddp_callbacks.process_group.rendezvous import meet
+from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.rendezvous import meet, open_store
 from ddp_callbacks.versions import how_to_install
 
 try:
@@ -358,7 +359,10 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the store, rank and world size for ``init_method="mpi://"``. torch calls it. Blocks until all have come."""
     env = WorkerEnv.from_environ()
-    env, store = meet(env, timeout) if env.world_size > 1 else (env, dist.HashStore())
+    store: dist.Store = dist.HashStore()
+    if env.world_size > 1:
+        env, store = open_store(env, timeout)
+        store = meet(Members(store, env), env, timeout)
     atexit.register(leave_process_group)  # tells the ranks that wait for this one
     yield store, env.rank, env.world_size
 

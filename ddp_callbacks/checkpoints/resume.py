@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.file import CheckpointFile, Shared
-from ddp_callbacks.checkpoints.format import LocalStates
+from ddp_callbacks.checkpoints.format import LocalStates, Saved
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import ParameterAverager
@@ -171,11 +171,23 @@ class ResumableRun:
         self._before_validation: io.BytesIO | None = None
         self._is_further = False  # than the run that it resumes
 
+    @property
+    def path(self) -> str:
+        """The path of the file."""
+        return self.file.path
+
+    def read(self) -> Saved | None:
+        """Return the content of the file; ``None`` if there is none."""
+        return self.file.read()
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Keep other jobs from writing the file, and listen for requests to stop, inside."""
         with self.file, self._preemption:
             yield
+
+    def pass_begin(self, take: Callable[[], AbstractContextManager[Content]]) -> None:
+        """Do nothing: without a file, a run begins at its start."""
 
     def pass_moment(
         self,

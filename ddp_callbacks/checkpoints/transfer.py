@@ -1,4 +1,4 @@
-"""Do something on rank 0 for all ranks, and send a file's bytes from rank 0 to the others."""
+"""Do something on rank 0 for all ranks, and send a file's bytes from one rank to the others."""
 
 from __future__ import annotations
 
@@ -48,22 +48,25 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
     return result
 
 
-def broadcast_file(file: io.BytesIO | None, doing: str, group: dist.ProcessGroup | None = None) -> io.BytesIO:
-    """Send the bytes of rank 0's file in memory to every rank. A collective.
+def broadcast_file(
+    file: io.BytesIO | None, doing: str, group: dist.ProcessGroup | None = None, source: int = 0
+) -> io.BytesIO:
+    """Send the bytes of a rank's file in memory to every rank. A collective.
 
     Args:
-        file: Not empty; ``None`` on ranks other than 0.
+        file: Not empty; ``None`` on ranks other than ``source``.
         doing: The purpose, for error messages. The same on every rank.
         group: ``None`` is the default group.
+        source: The rank in the group.
 
     Returns:
         The file in memory, at its beginning.
     """
     size = 0 if file is None else file.seek(0, io.SEEK_END)
-    size = int(broadcast(torch.tensor([size]), doing, group))
+    size = int(broadcast(torch.tensor([size]), doing, group, source))
     found = io.BytesIO(bytes(size)) if file is None else file
     for chunk in torch.frombuffer(found.getbuffer(), dtype=torch.uint8).split(CHUNK_NBYTES):
-        broadcast(chunk, doing, group)
+        broadcast(chunk, doing, group, source)
     found.seek(0)
     return found
 

@@ -61,13 +61,16 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     return any(all_gather_object(bool(flag), doing, group))
 
 
-def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Overwrite ``tensor`` with rank 0's tensor, in place, and return it. A collective.
+def broadcast(
+    tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None, source: int = 0
+) -> torch.Tensor:
+    """Overwrite ``tensor`` with the tensor of rank ``source``, in place, and return it. A collective.
 
     Args:
         tensor: Dense, with the same shape and dtype on every rank.
         doing: The purpose, for error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
+        source: The rank in the group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -75,13 +78,13 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
     if get_world_size(group) == 1:
         return tensor
     if _is_small(tensor):
-        message = bytes_of(tensor) if get_rank(group) == 0 else b""
-        return tensor_of(all_gather_bytes(message, doing, group)[0], tensor)
+        message = bytes_of(tensor) if get_rank(group) == source else b""
+        return tensor_of(all_gather_bytes(message, doing, group)[source], tensor)
     enter(doing)
     resolved, memory = resolve_group(group), memory_of(tensor)  # as bytes: gloo does not know all dtypes
     messenger = cpu_group(resolved) if tensor.device.type == "cpu" else resolved
     with launching(doing, messenger):
-        work = dist.broadcast(memory, group=messenger, group_src=0, async_op=True)
+        work = dist.broadcast(memory, group=messenger, group_src=source, async_op=True)
     wait(of_device(work, tensor.device, messenger), doing, resolved)
     if memory.data_ptr() != tensor.data_ptr():
         tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))

@@ -131,12 +131,15 @@ class RunRandomState:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._rank = get_rank(group)
         self._states: dict[str, Any] = {}  # a state or a seed for "own", "shared", "in_batch"; empty: not open
         self._accepted: list[Any] = [None] * GLOBAL
         self._current = "own"  # which state is global now; its entry in _states is out of date
         self._is_one = False  # rank 0's own state equals the shared one: both advance together, as in a single process
         self.is_fresh = False
+
+    @property
+    def _rank(self) -> int:
+        return get_rank(self._group)
 
     @property
     def is_open(self) -> bool:

@@ -29,6 +29,7 @@ PRIVATE = (
     "trainer:Trainer.__init__ uses _accelerator_connector, _checkpoint_connector, _data_connector",
     "trainer:Trainer.__init__ uses _logger_connector, _signal_connector",
     "trainer:Trainer._active_loop",
+    "trainer:Trainer._teardown(self)",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__ uses use_distributed_sampler",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",

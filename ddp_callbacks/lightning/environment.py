@@ -17,8 +17,9 @@ from ddp_callbacks.schedulers import unknown_launcher
 class LauncherEnvironment:
     """Lightning's cluster environment for processes whose launcher only this package knows."""
 
-    def __init__(self, env: WorkerEnv) -> None:
-        self._env = env
+    @property
+    def _env(self) -> WorkerEnv:
+        return WorkerEnv.from_environ()
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -58,8 +59,7 @@ def environment_of_job(chosen: Any) -> Any:
     by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "WORLD_SIZE" in os.environ
     if type(chosen).__name__ != "LightningEnvironment" or by_lightning:
         return chosen
-    env = WorkerEnv.from_environ()
-    return LauncherEnvironment(env) if env.world_size > 1 else chosen
+    return LauncherEnvironment() if WorkerEnv.from_environ().world_size > 1 else chosen
 
 
 def join(environment: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:

@@ -25,7 +25,8 @@ from typing import Any, Literal
 from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
 from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
-from ddp_callbacks.checkpoints.resume import Content, ResumableRun, ResumeOptions
+from ddp_callbacks.checkpoints.recovery import Recovery, Savers
+from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
@@ -33,7 +34,7 @@ from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning._lightning import require_resume
 from ddp_callbacks.lightning.batches import give_loaders_back
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.lightning.saved_attributes import attributes_of
+from ddp_callbacks.lightning.saved_attributes import attributes_of, set_attributes
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _Callbacks: Any = object  # stands for either package's class, which follows in the MRO
@@ -63,19 +64,19 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
                 f"{type(trainer.strategy).__name__}."
             )
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the module's attributes: the file has those that change from now on."""
-        if (fit := getattr(trainer.strategy, "resume", None)) is not None:
-            fit.note_start()
-
 
 class Fit:
-    """One fit that can stop and resume."""
+    """One fit that can stop and resume.
 
-    def __init__(self, trainer: Any, options: ResumeOptions) -> None:
-        self._trainer = trainer
-        self._on_signal = options.on_signal
-        self._resumable = ResumableRun(options)
+    Args:
+        recovery: Keeps copies of the fit in memory; ``None``: nothing does.
+        options: Those of the callback ``Resume``; ``None``: there is none.
+    """
+
+    def __init__(self, trainer: Any, recovery: Recovery | None, options: ResumeOptions | None) -> None:
+        self._trainer, self._recovery = trainer, recovery
+        self._on_signal = options is not None and options.on_signal
+        self._savers = Savers(recovery, options)
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # this rank's state in the file, or rank 0's
         self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
@@ -88,10 +89,9 @@ class Fit:
         Raises:
             CheckpointError: The file belongs to another job or run, or cannot be read.
         """
-        trainer, resumable = self._trainer, self._resumable
-        self._exit.enter_context(resumable.opened())
-        self._saved = resumable.file.read()
-        loop = trainer.fit_loop
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        self._exit.enter_context(self._savers.opened())
+        self._saved = self._savers.read()
         self._exit.replace(loop.epoch_loop, _progress.SHOULD_VALIDATE, self._end_batch)
         self._exit.replace(loop.epoch_loop.val_loop, _progress.EVALUATION_STEP, self._end_validation_batch)
         self._exit.replace(loop, "on_advance_end", self._end_epoch)
@@ -99,7 +99,9 @@ class Fit:
         self._exit.replace(loop, "on_save_checkpoint", _without_loaders)
         if self._on_signal:
             self._exit.replace(_parts.connector(trainer, "signal"), _progress.REGISTER_SIGNALS, lambda _: None)
-        if self._saved is not None:
+        if self._saved is None:
+            self._exit.replace_once(loop, "on_run_start", self._begin_new_run)
+        else:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
             self._exit.replace(loop, "run", self._run)
@@ -112,7 +114,12 @@ class Fit:
 
     def note_start(self) -> None:
         """Note the module's attributes, before the hooks of the fit run."""
-        self._attributes = checksums_of(attributes_of(self._trainer.lightning_module))
+        module = self._trainer.lightning_module
+        found = attributes_of(module)
+        if self._recovery is not None:
+            found = self._recovery.put_back_start({"module": found})["module"]
+            set_attributes(module, found)
+        self._attributes = checksums_of(found)
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Fit:
             resume(path, *args, **kwargs)
             return
         self._require_same(self._about(()))
-        _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._resumable.file.path)
+        _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._savers.path)
 
     def _require_same(self, about: dict[str, str]) -> None:
         """Raise unless ``about`` equals the file's, as far as the file has these names."""
@@ -169,7 +176,7 @@ class Fit:
         require_same(
             {name: known[name] for name in about if name in known},
             {name: value for name, value in about.items() if name in known},
-            self._resumable.file.path,
+            self._savers.path,
         )
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -184,6 +191,10 @@ class Fit:
                 self._exit.replace_once(loop, "on_advance_start", self._begin_epoch)
                 self._exit.replace_once(loop.epoch_loop, "on_run_start", self._begin_pass)
         run()
+
+    def _begin_new_run(self, begin: Callable[[], None]) -> None:
+        begin()
+        self._savers.pass_begin(functools.partial(self._take, "epoch"))
 
     def _begin_run(self, begin: Callable[[], None]) -> None:
         begin()
@@ -225,19 +236,19 @@ class Fit:
         """After a training batch, write and stop if due. Return whether a validation comes next."""
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
-        self._resumable.pass_moment(take, ends_batch=True, validates=validates)
+        self._savers.pass_moment(take, ends_batch=True, validates=validates)
         return validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
         step(*args)
         if not self._trainer.sanity_checking:
-            self._resumable.pass_moment_of_validation()
+            self._savers.pass_moment_of_validation()
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
         """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
-        self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
+        self._savers.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:

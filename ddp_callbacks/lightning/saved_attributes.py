@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,14 +36,8 @@ def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.
         states: The result of :func:`ddp_callbacks.checkpoints.attributes.changed` on each rank.
         device: For tensors that were not on the CPU.
     """
-    parts = dict(module.named_modules())
-    lost = []
-    for name, value in states.mine.items():
-        owner, _, attribute = name.rpartition(".")
-        if not states.is_same_world and not _is_common(name, states):
-            lost.append(name)
-        elif owner in parts:
-            setattr(parts[owner], attribute, decode(value, device))
+    lost = [name for name in states.mine if not states.is_same_world and not _is_common(name, states)]
+    set_attributes(module, {name: decode(value, device) for name, value in states.mine.items() if name not in lost})
     if lost and states.rank == 0:
         names = ", ".join(f"{type(module).__name__}.{name}" for name in lost)
         warnings.warn(
@@ -51,6 +46,15 @@ def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.
             "metric of torchmetrics.",
             stacklevel=2,
         )
+
+
+def set_attributes(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Set attributes, named as by :func:`attributes_of`. Local."""
+    parts = dict(module.named_modules())
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        if owner in parts:
+            setattr(parts[owner], attribute, value)
 
 
 def _is_common(name: str, states: LocalStates) -> bool:

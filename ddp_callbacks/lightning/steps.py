@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import ResumeOptions
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
@@ -27,10 +28,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     """Mixin of the strategy, which makes the objects of a run.
 
     Attributes:
-        resume: The fit, if the Trainer has the callback ``Resume``.
+        resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
+        recovery: Lets the Trainer go on without processes that died, if the launcher does.
     """
 
     resume: Fit | None = None
+    recovery: Recovery | None = None
     _trainer: Any = None
     _synchronizer: GradientSynchronizer | None = None  # of a fit
     _local: LocalSteps | None = None  # instead of it, if the gradients are not synchronized
@@ -138,7 +141,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
         if len(found) > 1:
             raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
-        if not found or trainer.state.fn != "fit" or trainer.fast_dev_run:
+        recovers = self.recovery is not None and self.world_size > 1
+        if not (found or recovers) or trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         for callback in trainer.callbacks:
             if type(callback).__name__ in _SEARCHES:
@@ -146,7 +150,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
                     f"Resume cannot tell the trials of {type(callback).__name__} from the fit. Search in a Trainer "
                     "without Resume, and give what it finds to this one."
                 )
-        self.resume = Fit(trainer, found[0])
+        self.resume = Fit(trainer, self.recovery if recovers else None, found[0] if found else None)
         self.resume.begin()
 
     @property

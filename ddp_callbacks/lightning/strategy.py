@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
@@ -34,6 +35,7 @@ from ddp_callbacks.lightning.processes import (
     refuse_plugin,
     require_same_optimizers,
 )
+from ddp_callbacks.lightning.recovery import RecoveringLauncher
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
@@ -103,6 +105,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         )
         self._sync, self._skip_batch = sync, skip_batch
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
+        self.recovery = Recovery() if is_wanted() else None
         self._met = Replacements()  # from joining the processes until teardown
         self._exit = Replacements()  # during a run
 
@@ -149,6 +152,13 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if trainer.state.fn == "fit" and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         super(self.ddp_strategy, self).setup(trainer)
+        if self.resume is not None:
+            self.resume.note_start()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.recovery is not None and self.launcher is None:
+            self._launcher: Any = RecoveringLauncher(self.recovery)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()

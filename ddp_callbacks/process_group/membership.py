@@ -17,9 +17,11 @@ from ddp_callbacks.environment import WorkerEnv, worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
+from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import presence
-from ddp_callbacks.process_group.rendezvous import meet
-from ddp_callbacks.process_group.runs import destroy_groups, form_group
+from ddp_callbacks.process_group.rendezvous import open_store
+from ddp_callbacks.process_group.runs import destroy_groups
+from ddp_callbacks.process_group.survivors import form_group_of
 from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
@@ -101,11 +103,10 @@ def join_process_group(
     require_torch()
     if chosen != _MPI4PY:  # mpi4py runs on CPUs
         select_gpu(env.local_rank, device)
-    env, store = meet(env, timeout)
+    env, store = open_store(env, timeout)
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
-    form_group(chosen, store, env.rank, env.world_size, timeout)
-    return env
+    return form_group_of(Members(store, env), chosen, timeout)
 
 
 def leave_process_group() -> None:

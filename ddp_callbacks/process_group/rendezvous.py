@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
@@ -16,10 +15,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import ENDED, WorkerEnv
+from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
 from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, route_to
 from ddp_callbacks.process_group.coordinator import FOREVER
+from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import Presence, join
 from ddp_callbacks.schedulers import hosts_of_job
 
@@ -28,15 +28,14 @@ _NAMED = 16  # the most ranks that an error lists
 _LOOK = 0.5  # seconds between two checks for missing ranks
 
 
-def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
-    """Meet the other processes. Return ``env`` with the address in use, and the store.
+def open_store(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
+    """Open the store in which the processes meet. Return ``env`` with the address in use, and the store.
 
-    Blocks until all processes have come. Calls :func:`choose_interface`.
+    Blocks until rank 0 has come. Calls :func:`choose_interface`.
 
     Raises:
         ConfigurationError: Processes on other hosts cannot reach the address.
-        RendezvousError: Nothing answers at the address, or a rank died or exited before it came, or did not come within
-            ``timeout``.
+        RendezvousError: Nothing answers at the address within ``timeout``.
     """
     end = time.monotonic() + timeout.total_seconds()
     try:
@@ -50,13 +49,26 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
             f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
-    here = join(store, env.rank, env.world_size, uuid.uuid4().hex, math.inf)
+    return env, store
+
+
+def meet(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.Store:
+    """Meet the other members, and return a store for their group. Blocks until all have come.
+
+    Args:
+        members: The members, whose :attr:`~.members.Members.generation` has this process as rank ``env.rank``.
+
+    Raises:
+        RendezvousError: A rank died or exited before it came, or did not come within ``timeout``; or the members have
+            changed.
+    """
+    here = join(members.store, env.rank, env.world_size, uuid.uuid4().hex, math.inf)
     try:
-        _await_all(here, store, env, timeout, end)
+        _await_all(here, members, env, timeout)
     except BaseException:
         here.close()
         raise
-    return env, here.store
+    return here.store
 
 
 def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
@@ -142,21 +154,23 @@ def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
 
 
-def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> None:
+def _await_all(here: Presence, members: Members, env: WorkerEnv, timeout: timedelta) -> None:
     """Wait until every rank has come; the error names the missing ranks.
 
     A store can still hold the address of rank 0 from an earlier attempt: torchrun's agent keeps its store when it
     restarts the workers, and a file can be left over. Nothing answers at that address, so each rank reads it again
     until rank 0 has answered.
     """
-    heard, say_at = here.heard, time.monotonic() + _PATIENCE
+    heard, end, say_at = here.heard, time.monotonic() + timeout.total_seconds(), time.monotonic() + _PATIENCE
     others = {"ranks": [0] if env.rank else range(1, env.world_size)}
     while not heard.wait_for_news(lambda: heard.get("names"), _LOOK):
         missing = set((heard.get("missing") or others)["ranks"])
         if gone := heard.get("end", run=FOREVER):
             raise _never_came(missing, env, f": {_ranks(set(gone['ranks']))} gave up or died")
-        if ended := missing & _ended(store):
+        if ended := missing & members.ended():
             raise _never_came(ended, env, ", but exited with code 0")
+        if members.have_changed():
+            raise _never_came(missing, env, ", and the launcher has given up some")
         now = time.monotonic()
         if now > end:
             raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)
@@ -164,13 +178,6 @@ def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timed
             problem = f": {here.client.problem}" if here.client.problem else ""
             say(f"rank {env.rank} is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}{problem}")
             say_at = end
-
-
-def _ended(store: dist.Store) -> set[int]:
-    """Return the ranks that have exited with code 0, as ``ddprun`` has noted in the store."""
-    with contextlib.suppress(dist.DistError):  # the store's host has died, which the thread of ``here`` reports
-        return {int(rank) for rank in store.get(ENDED).split()} if store.check([ENDED]) else set()
-    return set()
 
 
 def _ranks(ranks: set[int]) -> str:

@@ -95,7 +95,7 @@ def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
 
 def _form_anew(world: dist.ProcessGroup, run: int) -> None:
     """Leave the default group, and form a new one of the same ranks. Drops pending operations. A collective."""
-    here, backend, size, timeout = presence(), _backend_of(world), world.size(), timeout_of(world)
+    here, backend, size, timeout = presence(), backend_of(world), world.size(), timeout_of(world)
     here.failed = True  # the run has failed on at least one rank, and collectives may be pending here
     here.moves = True
     destroy_groups()
@@ -103,7 +103,7 @@ def _form_anew(world: dist.ProcessGroup, run: int) -> None:
     form_group(backend, dist.PrefixStore(f"{run}/group", here.store), here.rank, size, timeout)
 
 
-def _backend_of(group: dist.ProcessGroup) -> str:
+def backend_of(group: dist.ProcessGroup) -> str:
     """Return the backend as a user requests it: torch treats ``cpu:gloo,cuda:gloo`` differently from ``gloo``."""
     config = dist.get_backend_config(group)
     kinds = {part.split(":")[-1] for part in config.split(",")}

@@ -38,6 +38,7 @@ try:
 except ImportError as error:
     raise ImportError(f"Torchbearer is not installed: {how_to_install('torchbearer', 'packaging', 'tqdm')}") from error
 
+from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
@@ -49,7 +50,7 @@ from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParam
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
-from ddp_callbacks.torchbearer.resume import Resume
+from ddp_callbacks.torchbearer.resume import Recover, Resume
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 __all__ = [
@@ -129,6 +130,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         check_sync(sync, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
         check_skip(skip_batch, sync)
+        if process_group is None:
+            join_process_group(timeout=timeout)
         group = process_group
         if sync == "every_step":
             checks = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
@@ -145,7 +148,6 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ReduceMetrics(weight, reduction, group),
             RankZeroOutput(also_rank_zero, group),
             StopTogether(group),
+            *([Recover()] if group is None and is_wanted() else []),
         ]
-        if process_group is None:
-            join_process_group(timeout=timeout)
         super().__init__(callbacks)

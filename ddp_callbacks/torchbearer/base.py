@@ -192,6 +192,9 @@ def in_training_pass(made: Made | None) -> Made:
     return made
 
 
+_INNER = "_ddp_callbacks_inner"  # attribute of an outermost method: a list with the method inside
+
+
 def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
     """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer.
 
@@ -201,7 +204,20 @@ def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method],
     """
     for name in names:
         method = getattr(trial, name)
-        setattr(trial, name, functools.wraps(method)(wrapper(method)))
+        inner = getattr(method, _INNER, None)
+        if inner is None:
+            setattr(trial, name, functools.wraps(method)(wrapper(method)))
+        else:
+            inner[0] = functools.wraps(inner[0])(wrapper(inner[0]))
+
+
+def wrap_outermost(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
+    """Like :func:`wrap_methods`, but outside of what others wrap later, too."""
+    for name in names:
+        inner = [getattr(trial, name)]
+        outer = wrapper(functools.wraps(inner[0])(lambda *args, inner=inner, **kwargs: inner[0](*args, **kwargs)))
+        setattr(outer, _INNER, inner)
+        setattr(trial, name, outer)
 
 
 def keep_out_of_checkpoints(callbacks: Any) -> None:

@@ -90,7 +90,7 @@ class ShardData(DistributedCallback):
         self.batch_size = batch_size
         self.random_state: RunRandomState | None = None
         """The random state of the run; ``None`` on a single process."""
-        self._sharded: dict[int, tuple[Any, Any]] = {}
+        self._sharded: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the loader's id, and this rank's place
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
@@ -230,11 +230,12 @@ class ShardData(DistributedCallback):
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if self.batch_size is None:
             return generator, steps
-        if id(generator) not in self._sharded:
+        key = id(generator), self.rank, self.world_size
+        if key not in self._sharded:
             divide = resumable_loader if self._is_resumable and generator is not None else shard_loader
             sharded = divide(generator, self.batch_size, self.process_group, needed)
-            self._sharded[id(generator)] = (generator, sharded)
-        sharded = self._sharded[id(generator)][1]
+            self._sharded[key] = (generator, sharded)
+        sharded = self._sharded[key][1]
         if self.batch_size == "per_process" and sharded is not generator and steps == length_of(generator):
             steps = length_of(sharded)
         return sharded, steps

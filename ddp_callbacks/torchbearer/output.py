@@ -51,10 +51,32 @@ class RankZeroOutput(DistributedCallback):
         for callback in state[torchbearer.CALLBACK_LIST]:
             if isinstance(callback, Checkpointer):
                 callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
-            if self.rank != 0 and isinstance(callback, self._writers):
-                _silence(callback)
-        if self.rank != 0:
-            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), _not_verbose)
+            if isinstance(callback, self._writers):
+                self._silence(callback)
+        wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._not_verbose)
+
+    def _silence(self, callback: Callback) -> None:
+        for event in EVENTS:  # only those that it handles: all ranks must see the same ones
+            if has_event(callback, event):
+                setattr(callback, event, self._on_rank_zero(getattr(callback, event)))
+
+    def _on_rank_zero(self, handle: Callable[[State], None]) -> Callable[[State], None]:
+        def handle_there(state: State) -> None:
+            if self.rank == 0:  # it may become rank 0 during the run
+                handle(state)
+
+        return handle_there
+
+    def _not_verbose(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs)
+            if self.rank != 0:
+                arguments.arguments["verbose"] = 0
+            return method(*arguments.args, **arguments.kwargs)
+
+        return quiet
 
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
@@ -72,20 +94,3 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
         with contextlib.suppress(FileNotFoundError):  # somebody has moved it
             os.remove(self.most_recent)
     self.most_recent = path
-
-
-def _silence(callback: Callback) -> None:
-    for event in EVENTS:  # only those that it handles: all ranks must see the same ones
-        if has_event(callback, event):
-            setattr(callback, event, lambda state: None)
-
-
-def _not_verbose(method: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    def quiet(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs)
-        arguments.arguments["verbose"] = 0
-        return method(*arguments.args, **arguments.kwargs)
-
-    return quiet

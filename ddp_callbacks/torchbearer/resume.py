@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torchbearer
@@ -16,9 +16,10 @@ from torchbearer.callbacks import CallbackList
 from torchbearer.trial import CallbackListInjection
 
 from ddp_callbacks.checkpoints import Saved, require_same
-from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumableRun, ResumeOptions
-from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+from ddp_callbacks.checkpoints.recovery import Recovery, Savers
+from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumeOptions
+from ddp_callbacks.errors import ConfigurationError, PeerError, Preempted, say
+from ddp_callbacks.torchbearer.base import CALLS, DistributedCallback, State, wrap_methods, wrap_outermost
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.run_state import RunState
@@ -66,26 +67,27 @@ class Resume(ResumeOptions, DistributedCallback):
         data = next(callback for callback in callbacks if isinstance(callback, ShardData))
         data.make_resumable()
         self.process_group = self.preemption.process_group = data.process_group
-        run_state, resumable = RunState(trial, callbacks, data), ResumableRun(self, self.process_group)
-        with resumable.opened():
-            run = _Run(callbacks, run_state, resumable, self._read(resumable, run_state.about))
-            trial.state[torchbearer.CALLBACK_LIST] = run
+        recovery = next((callback.recovery for callback in callbacks if isinstance(callback, Recover)), None)
+        run_state, savers = RunState(trial, callbacks, data, recovery), Savers(recovery, self, self.process_group)
+        with savers.opened():
+            run = _Run(callbacks, run_state, savers, self._read(savers, run_state.about))
             try:
-                yield
-            except Preempted:
-                run_state.let_go()
-                raise
+                with run.injected(trial):
+                    yield
             finally:
-                trial.state[torchbearer.CALLBACK_LIST] = callbacks
                 self._saved = run.saved
 
-    def _read(self, resumable: ResumableRun, about: dict[str, str]) -> Saved | None:
+    def read_again(self) -> None:
+        """Let the next ``run`` read what it continues from, even if an earlier one has."""
+        self._has_read = False
+
+    def _read(self, savers: Savers, about: dict[str, str]) -> Saved | None:
         if not self._has_read:
-            self._saved, self._has_read = resumable.file.read(), True
+            self._saved, self._has_read = savers.read(), True
         if self._saved is not None:
-            require_same(self._saved.about, about, self.path)
+            require_same(self._saved.about, about, savers.path)
             if self.rank == 0:
-                say(f"resumes from {self.path}, after epoch {len(self._saved.shared['history'])}")
+                say(f"resumes from {savers.path}, after epoch {len(self._saved.shared['history'])}")
         return self._saved
 
     def _complete(self, state: State) -> None:
@@ -101,6 +103,49 @@ class Resume(ResumeOptions, DistributedCallback):
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
 
 
+class Recover(DistributedCallback):
+    """Let ``run``, ``evaluate`` and ``predict`` go on without processes that died, if the launcher does.
+
+    A ``run`` goes back to its last copy in memory, about a second old, and resumes from it as by :class:`Resume`, on
+    the processes that are left.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recovery = Recovery()
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        trial, self._callbacks = state[torchbearer.SELF], state[torchbearer.CALLBACK_LIST]
+        wrap_methods(trial, ("run",), self._copying(trial))
+        wrap_outermost(trial, CALLS, self._recovering)
+
+    def _recovering(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.recovery.call(functools.partial(method, *args, **kwargs), self._let_go)
+
+        return call
+
+    def _let_go(self) -> None:
+        for callback in self._callbacks:
+            if isinstance(callback, Resume):
+                callback.read_again()
+
+    @contextlib.contextmanager
+    def _copying(self, trial: Any) -> Iterator[None]:
+        callbacks: CallbackList = trial.state[torchbearer.CALLBACK_LIST]
+        if any(isinstance(callback, Resume) for callback in callbacks):
+            yield  # it does so with its own
+            return
+        data = next(callback for callback in callbacks if isinstance(callback, ShardData))
+        data.make_resumable()
+        run_state = RunState(trial, callbacks, data, self.recovery)
+        savers = Savers(self.recovery, None)
+        with _Run(callbacks, run_state, savers, savers.read()).injected(trial):
+            yield
+
+
 class _Run(CallbackListInjection):  # type: ignore[misc]
     """The Trial's callbacks during one ``run``. It resumes where an earlier run was cut, and checks whether to stop.
 
@@ -111,11 +156,9 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         saved: The file's content that the run continues from; ``None``: the run begins at its start.
     """
 
-    def __init__(
-        self, callbacks: CallbackList, run_state: RunState, resumable: ResumableRun, saved: Saved | None
-    ) -> None:
+    def __init__(self, callbacks: CallbackList, run_state: RunState, savers: Savers, saved: Saved | None) -> None:
         super().__init__(Callback(), callbacks)
-        self._run_state, self._resumable = run_state, resumable
+        self._run_state, self._savers = run_state, savers
         self._state: State = None  # the run's state
         self.saved = saved  # None once it is restored
         self._batches: int | None = None  # batches done in the pass that was cut; None: the cut was between two epochs
@@ -123,6 +166,18 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         self._steps = 0  # steps of the current training pass
         if saved is not None:
             self._batches, self._is_last = run_state.begin(saved)
+
+    @contextlib.contextmanager
+    def injected(self, trial: Any) -> Iterator[None]:
+        """Take the place of the Trial's callbacks inside."""
+        trial.state[torchbearer.CALLBACK_LIST] = self
+        try:
+            yield
+        except (Preempted, PeerError):
+            self._run_state.let_go()
+            raise
+        finally:
+            trial.state[torchbearer.CALLBACK_LIST] = self.callback_list
 
     # --- resuming -------------------------------------------------------------------------------------------------
 
@@ -132,6 +187,8 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
             return
         self._state = state
         self._run_state.note_start()
+        if self.saved is None:
+            self._savers.pass_begin(functools.partial(self._run_state.content, state, None, False))
         if self.saved is None or self._is_of_a_later_run(state):
             return
         self._run_state.load_loaders(self.saved)
@@ -162,7 +219,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
     # --- stopping -------------------------------------------------------------------------------------------------
 
     def _pass_moment(self, state: State, batches: int | None, is_last: bool = False, **is_at: bool) -> None:
-        self._resumable.pass_moment(functools.partial(self._run_state.content, state, batches, is_last), **is_at)
+        self._savers.pass_moment(functools.partial(self._run_state.content, state, batches, is_last), **is_at)
 
     def on_step_training(self, state: State) -> None:
         super().on_step_training(state)
@@ -178,7 +235,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         super().on_step_validation(state)
         is_last = state[torchbearer.BATCH] + 1 == state[torchbearer.STEPS]
         if state is self._state and not (is_last or state[torchbearer.STOP_TRAINING]):
-            self._resumable.pass_moment_of_validation()
+            self._savers.pass_moment_of_validation()
 
     def on_checkpoint(self, state: State) -> None:
         super().on_checkpoint(state)

@@ -19,6 +19,7 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import LocalStates, Saved, attributes
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
+from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import Content, closed_windows
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
@@ -39,13 +40,14 @@ class RunState:
         trial: The Trial.
         callbacks: Its list of callbacks.
         data: The callback that divides the loaders.
+        recovery: What keeps copies of the run in memory, if anything does.
 
     Attributes:
         about: Properties that a run must have in common with this one to continue from its file.
     """
 
-    def __init__(self, trial: Any, callbacks: Any, data: ShardData) -> None:
-        self._trial, self._data = trial, data
+    def __init__(self, trial: Any, callbacks: Any, data: ShardData, recovery: Recovery | None = None) -> None:
+        self._trial, self._data, self._recovery = trial, data, recovery
         named = _named(callbacks)
         self._ours = {name: one for name, one in named.items() if isinstance(one, DistributedCallback)}
         self._others = {name: one for name, one in named.items() if name not in self._ours}
@@ -56,7 +58,12 @@ class RunState:
 
     def note_start(self) -> None:
         """Note the callbacks' attributes, to save only those that the run changes. Call it after ``on_start``."""
-        self._at_start = {name: attributes.checksums_of(self._attributes(one)) for name, one in self._others.items()}
+        found = {name: self._attributes(one) for name, one in self._others.items()}
+        if self._recovery is not None:
+            found = self._recovery.put_back_start(found)
+            for name, values in found.items():
+                vars(self._others[name]).update(values)
+        self._at_start = {name: attributes.checksums_of(values) for name, values in found.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +89,7 @@ class RunState:
         """Return this rank's own state. Local."""
         return {
             "batch": state.get(torchbearer.BATCH),
-            "metrics": attributes.encode(dict(state[torchbearer.METRICS])),
+            "metrics": attributes.encode(dict(state.get(torchbearer.METRICS, {}))),
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,

@@ -1,0 +1,202 @@
+"""Continue a run without processes that died: the others go back to a copy in memory, and resume from it.
+
+Every rank keeps the whole copy, as a file of :class:`.file.CheckpointFile` would have it, so any of them can give it to
+the others. The run is entered again, as by a program that starts again with a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.checkpoints.attributes import decode, encode
+from ddp_callbacks.checkpoints.disk import load_whole
+from ddp_callbacks.checkpoints.file import Shared
+from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
+from ddp_callbacks.checkpoints.resume import Content, Interval, ResumableRun, ResumeOptions
+from ddp_callbacks.checkpoints.transfer import broadcast_file
+from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks.errors import PeerError
+from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.process_group.survivors import go_on_without_the_dead
+
+_COPY = "the copy of the run in memory"
+_SECONDS = 1.0  # between two copies
+_SHARE = 20  # of the time, one in so many seconds may be spent on copies
+
+Result = TypeVar("Result")
+Take = Callable[[], AbstractContextManager[Content]]
+
+
+def is_wanted() -> bool:
+    """Whether the launcher lets the job go on without processes that died."""
+    return bool(os.environ.get(KEEP_GOING))
+
+
+class Recovery:
+    """Lets the calls of one Trial or Trainer go on without processes that died. Every rank has one."""
+
+    def __init__(self) -> None:
+        self._calls = 0  # the outermost ones so far
+        self._is_inside = False
+        self._file: io.BytesIO | None = None  # the copy, if the current call has one
+        self._number = 0  # of the copies that this call has made
+        self._at_start: dict[str, dict[str, Any]] = {}
+
+    def call(self, method: Callable[[], Result], let_go: Callable[[], None]) -> Result:
+        """Call a method of the host, and again on the ranks that are left, if others have died meanwhile.
+
+        Args:
+            let_go: Lets the host forget the call that has failed.
+        """
+        if self._is_inside:
+            return method()
+        with self._one_call():
+            while True:
+                try:
+                    return method()
+                except PeerError as error:
+                    self._go_on(error)
+                    let_go()
+
+    @contextlib.contextmanager
+    def _one_call(self) -> Iterator[None]:
+        self._calls, self._is_inside = self._calls + 1, True
+        try:
+            yield
+        finally:
+            self._file, self._number, self._is_inside, self._at_start = None, 0, False, {}
+
+    def _go_on(self, error: PeerError) -> None:
+        go_on_without_the_dead(error)
+        if len(set(all_gather_object(self._calls, _COPY))) > 1:
+            raise error  # some had finished the call, and cannot take part in it any more
+
+    def put_back_start(self, attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the attributes of the host's objects as they were when the call began; at first, keep them. Local.
+
+        A copy has only those that the run had changed by then.
+
+        Args:
+            attributes: Plain attributes, by the object's name and their own.
+        """
+        if not self._at_start:
+            self._at_start = {name: encode(values) for name, values in attributes.items()}
+        return {name: decode(values, "cpu") for name, values in self._at_start.items()}
+
+    def read(self) -> Saved | None:
+        """Return the newest copy of this call that a rank has; ``None`` if none has any. A collective."""
+        numbers = all_gather_object(self._number, _COPY)
+        newest = max(numbers)
+        if not newest:
+            return None
+        source = numbers.index(newest)
+        file = broadcast_file(self._file if get_rank() == source else None, _COPY, source=source)
+        self._file, self._number = file, newest
+        return Saved(load_whole(file, _COPY, weights_only=False), weights_only=False)
+
+    def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
+        """Make a new copy on every rank. A collective. The arguments are those of ``CheckpointFile.write``."""
+        ranks = all_gather_object(pack_own(own), _COPY)
+        file = io.BytesIO()
+        torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
+        self._file, self._number = file, self._number + 1
+
+
+class RecoverableRun:
+    """The copies of one run. Each method is a collective; see :class:`.resume.ResumableRun` for their use."""
+
+    path = _COPY
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._interval = Interval(timedelta(seconds=_SECONDS))
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Do nothing: nobody else writes the copies."""
+        return contextlib.nullcontext()
+
+    def read(self) -> Saved | None:
+        """Return the newest copy of this call; ``None`` if there is none."""
+        return self._recovery.read()
+
+    def pass_begin(self, take: Take) -> None:
+        """Make the first copy, before the run changes anything."""
+        self._copy(take)
+
+    def pass_moment(self, take: Take, **is_at: bool) -> None:
+        """Make a copy if it is due."""
+        if self._interval.is_due(False, False):
+            self._copy(take)
+
+    def pass_moment_of_validation(self) -> None:
+        """Do nothing: a validation is repeated as a whole."""
+
+    def _copy(self, take: Take) -> None:
+        begin = time.monotonic()
+        with take() as content:
+            self._recovery.write(*content)
+        seconds = max(_SECONDS, _SHARE * (time.monotonic() - begin))
+        self._interval = Interval(timedelta(seconds=seconds))
+
+
+class Savers:
+    """What saves one run: copies in memory, a file, or both. Each method is a collective.
+
+    Args:
+        recovery: Keeps the copies; ``None``: there are none.
+        options: Those of the file; ``None``: there is none.
+        group: The ranks' process group; ``None`` is the default group.
+
+    Attributes:
+        path: The name of what the run continues from, for messages.
+    """
+
+    def __init__(
+        self, recovery: Recovery | None, options: ResumeOptions | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        copies = [] if recovery is None else [RecoverableRun(recovery)]
+        files = [] if options is None else [ResumableRun(options, group)]
+        self._all: list[RecoverableRun | ResumableRun] = [*copies, *files]
+        self.path = self._all[-1].path
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep other jobs from writing the file, and listen for requests to stop, inside."""
+        with contextlib.ExitStack() as stack:
+            for each in self._all:
+                stack.enter_context(each.opened())
+            yield
+
+    def read(self) -> Saved | None:
+        """Return what the run continues from; ``None`` if it begins at its start."""
+        for each in self._all:
+            if (saved := each.read()) is not None:
+                self.path = each.path
+                return saved
+        return None
+
+    def pass_begin(self, take: Take) -> None:
+        """Save a run that begins at its start, if that is due."""
+        for each in self._all:
+            each.pass_begin(take)
+
+    def pass_moment(self, take: Take, **is_at: bool) -> None:
+        """Save if it is due. Raise ``Preempted`` if the ranks are asked to stop."""
+        for each in self._all:
+            each.pass_moment(take, **is_at)
+
+    def pass_moment_of_validation(self) -> None:
+        """Raise ``Preempted`` if the ranks are asked to stop."""
+        for each in self._all:
+            each.pass_moment_of_validation()

@@ -1,0 +1,86 @@
+"""Who takes part in a job, as the launcher notes it in the store in which the processes meet.
+
+With ``ddprun --keep-going``, a job goes on without processes that died. The launcher alone writes who is left, so there
+is one authority: a part of the job that it cannot reach never goes on by itself. Each list is a *generation*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, WorkerEnv
+from ddp_callbacks.errors import PeerError
+
+_LOOK = 0.02  # seconds between two looks at the store
+_PATIENCE = 30.0  # seconds within which the launcher notices a death
+
+
+class Members:
+    """The members of a job, and this process among them.
+
+    Args:
+        store: The store in which the processes meet.
+        env: The place that this process was started with.
+
+    Attributes:
+        generation: The number of the list that this process follows; 0 is all that were started.
+    """
+
+    def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
+        self._store, self._started = store, env
+        self._may_change = bool(os.environ.get(KEEP_GOING))
+        self.generation, self._ranks = 0, list(range(env.world_size))
+
+    @property
+    def store(self) -> dist.Store:
+        """A part of the store that no other generation uses."""
+        return dist.PrefixStore(f"{self.generation}", self._store) if self.generation else self._store
+
+    def follow(self) -> WorkerEnv:
+        """Follow the launcher's newest list, and return this process's place in it. Local.
+
+        Raises:
+            PeerError: The launcher has given this process up.
+        """
+        self.generation, self._ranks = self._newest()
+        if self._started.rank not in self._ranks:
+            raise PeerError(
+                f"the launcher has given up this process, which was started as rank {self._started.rank}, and the "
+                "others go on without it. Its machine did not answer for too long: check the network."
+            )
+        return replace(self._started, rank=self._ranks.index(self._started.rank), world_size=len(self._ranks))
+
+    def have_changed(self) -> bool:
+        """Whether the launcher has noted other members than those that this process follows. Local."""
+        return self._newest()[0] > self.generation
+
+    def await_change(self) -> bool:
+        """Wait until :meth:`have_changed`; return whether it is so. Blocks for 30 seconds at most."""
+        end = time.monotonic() + _PATIENCE
+        while self._may_change and time.monotonic() < end:
+            if self.have_changed():
+                return True
+            time.sleep(_LOOK)
+        return False
+
+    def ended(self) -> set[int]:
+        """Return the ranks that have exited with code 0."""
+        started = {int(rank) for rank in self._read(ENDED).split()}
+        return {rank for rank, number in enumerate(self._ranks) if number in started}
+
+    def _newest(self) -> tuple[int, list[int]]:
+        if self._may_change and (noted := self._read(MEMBERS)):
+            found = json.loads(noted)
+            return found["generation"], found["ranks"]
+        return self.generation, self._ranks
+
+    def _read(self, key: str) -> str:
+        with contextlib.suppress(dist.DistError):  # the store's host has died, which the control channel reports
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""

@@ -1,0 +1,76 @@
+"""Form the default group, and form it anew from the processes that are left when others have died."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_callbacks._torch import timeout_of
+from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.errors import PeerError, RendezvousError, say
+from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.presence import Presence, found
+from ddp_callbacks.process_group.rendezvous import meet
+from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_group
+
+_members: Members | None = None  # of the default group that this process has joined
+
+
+def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerEnv:
+    """Form the default group of the members, and return this process's place in it. A collective of them.
+
+    If a member dies meanwhile, and the job goes on without it, the others form the group.
+
+    Raises:
+        PeerError, RendezvousError: A member died or did not come, and the job does not go on without it.
+    """
+    global _members
+    _members = members
+    while True:
+        env = members.follow()
+        try:
+            form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout)
+            return env
+        except (PeerError, RendezvousError):
+            if not members.await_change():
+                raise
+            leave_failed_group()
+
+
+def go_on_without_the_dead(cause: PeerError) -> None:
+    """Form the default group anew from the members that are left. A collective of them.
+
+    Groups made from the old one are gone. RANK and WORLD_SIZE in the environment get the new numbers.
+
+    Args:
+        cause: The error that has ended the run here.
+
+    Raises:
+        PeerError: ``cause``, if no process has died, or the job does not go on without it; or the launcher has given
+            this process up.
+    """
+    here, world = found(), dist.group.WORLD
+    if _members is None or here is None or world is None or _is_reported(here) or not _members.await_change():
+        raise cause
+    backend, timeout = backend_of(world), timeout_of(world)
+    leave_failed_group()
+    env = form_group_of(_members, backend, timeout)
+    os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
+    if env.rank == 0:
+        say(f"goes on with {env.world_size} process{'' if env.world_size == 1 else 'es'}")
+
+
+def leave_failed_group() -> None:
+    """Leave the default group, if there is one, without waiting for pending collectives."""
+    if (here := found()) is not None:
+        here.failed = True
+        here.leave()
+        destroy_groups()
+
+
+def _is_reported(here: Presence) -> bool:
+    """Whether a rank has reported an exception, which is no death: every process would have it again."""
+    end = here.end_of_run()
+    return end is not None and end["kind"] != "gone"
