@@ -21,7 +21,8 @@ _members: Members | None = None  # of the default group that this process has jo
 def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerEnv:
     """Form the default group of the members, and return this process's place in it. A collective of them.
 
-    If a member dies meanwhile, and the job goes on without it, the others form the group.
+    If a member dies meanwhile, and the job goes on without it, the others form the group. RANK and WORLD_SIZE in the
+    environment then have their numbers.
 
     Raises:
         PeerError, RendezvousError: A member died or did not come, and the job does not go on without it.
@@ -32,6 +33,8 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
         env = members.follow()
         try:
             form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout)
+            if members.generation:
+                os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
             return env
         except (PeerError, RendezvousError):
             if not members.await_change():
@@ -42,7 +45,7 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
 def go_on_without_the_dead(cause: PeerError) -> None:
     """Form the default group anew from the members that are left. A collective of them.
 
-    Groups made from the old one are gone. RANK and WORLD_SIZE in the environment get the new numbers.
+    Groups made from the old one are gone.
 
     Args:
         cause: The error that has ended the run here.
@@ -57,7 +60,6 @@ def go_on_without_the_dead(cause: PeerError) -> None:
     backend, timeout = backend_of(world), timeout_of(world)
     leave_failed_group()
     env = form_group_of(_members, backend, timeout)
-    os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
     if env.rank == 0:
         say(f"goes on with {env.world_size} process{'' if env.world_size == 1 else 'es'}")
 
