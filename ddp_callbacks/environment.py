@@ -19,6 +19,16 @@ HEARTBEAT_TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
 ENDED = "ddp_callbacks/ended"
 """Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
 
+KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
+"""Environment variable: ``ddprun --keep-going`` sets it to 1, and goes on without processes that were lost."""
+
+MEMBERS = "ddp_callbacks/members"
+"""Key in the store, in which ``ddprun --keep-going`` notes who still takes part, once a process was lost.
+
+The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has changed, and the ranks by which the
+processes were started. Ranks that have exited with code 0 stay in it.
+"""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

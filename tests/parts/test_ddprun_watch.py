@@ -43,8 +43,8 @@ class Launch:
         await asyncio.sleep(0.01)
         return None
 
-    def tell(self, do: str, rank: int) -> None:
-        self.calls.append(f"{do}: {rank}")
+    def tell(self, do: str, key: str, value: str) -> None:
+        self.calls.append(f"{do} {key.rpartition('/')[2]}: {value}")
 
     async def halt(self, nodes: Any) -> dict[Any, Any]:
         self.calls.append(f"halt {len(nodes)}")
@@ -81,8 +81,8 @@ HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
-    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["ended: 0", "end"]),
-    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["ended: 0"]),
+    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["set ended: 0", "end"]),
+    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["set ended: 0"]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
     "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
@@ -90,7 +90,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "one has failed, and all start again": (
         1,
         [*BOTH, ended(1, 3), ended(0, 143), HALTED, started(0), ended(0, 0), started(1)],
-        ["halt 2", "meet 2", "start 2", "ended: 0"],
+        ["halt 2", "meet 2", "start 2", "set ended: 0"],
     ),
     "it has failed once too often": (
         1,
