@@ -20,7 +20,7 @@ ENDED = "ddp_callbacks/ended"
 """Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
 
 KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
-"""Environment variable: ``ddprun --keep-going`` sets it to 1, and goes on without processes that were lost."""
+"""Environment variable: ``ddprun --keep-going`` sets it to 1, and continues without processes that were lost."""
 
 MEMBERS = "ddp_callbacks/members"
 """Key in the store, in which ``ddprun --keep-going`` notes who still takes part, once a process was lost.

@@ -155,7 +155,7 @@ def first_cause(ends: Sequence[End], losses: Sequence[Sequence[End]] = ()) -> Ca
     rank they waited for: that rank counts even if it has left with code 0, or still runs.
 
     Args:
-        losses: Ends without which the job went on, in order. One is the cause only if a later failure follows from it.
+        losses: Ends that the job has survived, in order. One is the cause only if a later failure follows from it.
     """
     if (first := _first(ends)) is None:
         return None

@@ -1,4 +1,4 @@
-"""The ranks that take part in a job: with ``--keep-going`` it goes on without those that were lost."""
+"""The ranks that take part in a job: with ``--keep-going`` it continues without those that were lost."""
 
 from __future__ import annotations
 

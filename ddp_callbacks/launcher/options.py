@@ -126,8 +126,8 @@ def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
     if job.keep_going and job.max_restarts:
         raise ConfigurationError(
-            "--keep-going and --max-restarts both say what follows when a process is lost: going on without it, or a "
-            "restart of all. Use one of them."
+            "--keep-going and --max-restarts both say what follows when a process is lost: the others continue, or all "
+            "restart. Use one of them."
         )
     if job.requeue and not job.dry_run and not any(map(environ.get, JOBS)):
         raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")

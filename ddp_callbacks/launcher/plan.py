@@ -47,7 +47,7 @@ class Job(Namespace):
 
     @property
     def least_nodes(self) -> int:
-        """The smallest number of nodes with which ``--keep-going`` goes on: the MIN of ``--nnodes MIN:MAX``."""
+        """The smallest number of nodes with which ``--keep-going`` continues: the MIN of ``--nnodes MIN:MAX``."""
         least, is_range, _ = self.nnodes.partition(":")
         return int(least) if is_range else 1
 

@@ -157,19 +157,19 @@ class Watch:
         """Forget the ranks of a node: new ones start there, or the job continues without it."""
         self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
 
-    # --- going on without ranks that were lost ------------------------------------------------------------------------
+    # --- continuing without lost ranks --------------------------------------------------------------------------------
 
     def _can_lose(self, ends: list[End]) -> bool:
-        """Whether the job goes on without these ranks if they are lost now."""
+        """Whether the job continues if these ranks are lost now."""
         is_over = self._launch.is_ending or self._end_at is not None
         return self._job.keep_going and not is_over and self._members.nodes_without(ends) >= self._job.least_nodes
 
     async def _lose(self, ends: list[End], what: str) -> None:
-        """Go on without these ranks, and let the others know; ``what`` has happened."""
+        """Continue without these ranks, and let the others know; ``what`` has happened."""
         if self._members.lose(ends):
             self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
         left = len(self._members.ranks)
-        await self._note(f"{what}; going on with {left} process{'' if left == 1 else 'es'}")
+        await self._note(f"{what}; continuing with {left} process{'' if left == 1 else 'es'}")
         if self._have_all_ended():
             self._launch.end()
 

@@ -119,7 +119,7 @@ def test_a_job_goes_on_without_a_killed_process_and_says_who_takes_part(tmp_path
     done = ddprun("-H", "localhost:3", "--keep-going", "--no-prefix", write(tmp_path, GOES_ON), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "1 b'{\"generation\": 1, \"ranks\": [0, 2]}' b'2'\n"), done.stderr
     assert done.stderr.splitlines()[1:] == [
-        "ddprun: rank 1 on localhost was killed by SIGKILL; going on with 2 processes",
+        "ddprun: rank 1 on localhost was killed by SIGKILL; continuing with 2 processes",
         "ddprun: done, with 1 of 3 processes lost on the way",
     ]
 

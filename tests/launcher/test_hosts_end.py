@@ -143,11 +143,11 @@ def test_a_job_that_keeps_going_loses_a_node_whose_ranks_end(bed: HostBed, tmp_p
         run = start(stack, tmp_path, bed.hosts[0], *argv, script=STAY_UNTIL_NOW)
         run.await_text("up", 3)
         kill_in(run.folder, bed.hosts[0], "ssh -T")
-        run.await_text("going on with 1 process")
+        run.await_text("continuing with 1 process")
         wait_until(lambda: not of_job(bed.hosts[1]))
         (run.folder / "now").touch()
         assert run.end() == 0, run.text
-    assert re.fullmatch(rf"ddprun: {LOST}( \(.*\))?; going on with 1 process", run.lines[-2])
+    assert re.fullmatch(rf"ddprun: {LOST}( \(.*\))?; continuing with 1 process", run.lines[-2])
     assert run.lines[-1] == "ddprun: done, with 2 of 3 processes lost on the way"
 
 

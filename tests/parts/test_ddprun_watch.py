@@ -118,7 +118,7 @@ def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
     assert launch.calls == calls
 
 
-# --- going on without what was lost: rank 0 runs on h1, ranks 1 and 2 run on h2 ---------------------------------------
+# --- continuing without what was lost; rank 0 runs on h1, ranks 1 and 2 on h2 -----------------------------------------
 
 
 def done(rank: int, code: int = 0) -> Report:
@@ -141,7 +141,7 @@ def members(generation: int, *ranks: int) -> str:
 ALL = [started(0), started(1, 1, 2)]
 CLOSED: tuple[Report, Report] = (0, "closed", {}), (1, "closed", {})
 LOST = "h2: the connection was lost"
-ONE, TWO = "rank 1 on h2 was killed by SIGKILL; going on with", "rank 2 on h2 was killed by SIGKILL; going on with"
+ONE, TWO = "rank 1 on h2 was killed by SIGKILL; continuing with", "rank 2 on h2 was killed by SIGKILL; continuing with"
 FAILED = "failed with exit code 137: killed by SIGKILL"
 PEER = "ddp_callbacks.errors.PeerError: rank 1 (host h2, pid 7) died or went silent"
 BROKEN = "RuntimeError: Connection closed by peer"
@@ -170,25 +170,25 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
         [*ALL, CLOSED[1], done(0)],
         [members(1, 0), "end"],
         0,
-        [f"{LOST}; going on with 1 process", "done, with 2 of 3 processes lost on the way"],
+        [f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
     ),
     "a host that has not started any": (
         [started(0), CLOSED[1], done(0)],
         [members(1, 0), "end"],
         0,
-        [f"{LOST}; going on with 1 process", "done, with 2 of 3 processes lost on the way"],
+        [f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
     ),
     "a host, after one of its ranks": (
         [*ALL, killed(1), CLOSED[1], done(0)],
         [members(1, 0, 2), members(2, 0), "end"],
         0,
-        [f"{ONE} 2 processes", f"{LOST}; going on with 1 process", "done, with 2 of 3 processes lost on the way"],
+        [f"{ONE} 2 processes", f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
     ),
     "a host whose ranks were done": (
         [*ALL, done(1), done(2), CLOSED[1], done(0)],
         ["set ended: 1", "set ended: 1 2", "end"],
         0,
-        [f"{LOST}; going on with 3 processes"],
+        [f"{LOST}; continuing with 3 processes"],
     ),
     "a rank, and the others are preempted": (
         [*ALL, killed(1), done(0, 75), done(2, 75)],
@@ -200,7 +200,11 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
         [*ALL, killed(0), killed(1), killed(2)],
         [members(1, 1, 2), members(2, 2), "end"],
         137,
-        ["rank 0 on h1 was killed by SIGKILL; going on with 2 processes", f"{ONE} 1 process", f"rank 2 on h2 {FAILED}"],
+        [
+            "rank 0 on h1 was killed by SIGKILL; continuing with 2 processes",
+            f"{ONE} 1 process",
+            f"rank 2 on h2 {FAILED}",
+        ],
     ),
     "the first host": ([*ALL, CLOSED[0]], ["end"], 1, ["h1: the connection was lost"]),
     "a rank, after a failure": ([*ALL, done(2, 3), killed(1), done(0)], ["end"], 137, [f"rank 1 on h2 {FAILED}"]),
