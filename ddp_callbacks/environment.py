@@ -20,11 +20,14 @@ ENDED = "ddp_callbacks/ended"
 """Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
 
 KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
-"""Environment variable: set if ``ddprun`` lets the job go on without processes that died."""
+"""Environment variable: ``ddprun --keep-going`` sets it to 1, and continues without processes that were lost."""
 
 MEMBERS = "ddp_callbacks/members"
-"""Key in the store, in which ``ddprun`` notes who takes part, by the numbers that the processes were started with:
-``{"generation": 1, "ranks": [0, 2]}``. Absent until a process has died."""
+"""Key in the store, in which ``ddprun --keep-going`` notes who still takes part, once a process was lost.
+
+The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has changed, and the ranks by which the
+processes were started. Ranks that have exited with code 0 stay in it.
+"""
 
 
 @dataclass(frozen=True)

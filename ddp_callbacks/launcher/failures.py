@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
@@ -127,6 +128,12 @@ class End:
         return self.told if self.blames is None else None
 
     @property
+    def follows(self) -> bool:
+        """Whether it only failed because of others, whom it may not name."""
+        is_broken = self.reason is None and self.printed is not None and self.printed.is_broken_connection
+        return self.blames is not None or is_broken
+
+    @property
     def began(self) -> float:
         if self.reason is None and self.printed is not None:
             return min(self.order, self.printed.began)
@@ -141,20 +148,34 @@ class Cause(NamedTuple):
     text: str
 
 
-def first_cause(ends: Sequence[End]) -> Cause | None:
+def first_cause(ends: Sequence[End], losses: Sequence[Sequence[End]] = ()) -> Cause | None:
     """Return the failure that came first, however late its rank ended; ``None`` if nothing has failed.
 
     A rank is a consequence if it blames another one, or was ended on purpose. Errors that blame other ranks name the
     rank they waited for: that rank counts even if it has left with code 0, or still runs.
+
+    Args:
+        losses: Ends that the job has survived, in order. One is the cause only if a later failure follows from it.
     """
-    votes = _votes(ends)
-    failed = [end for end in ends if end.code or end.rank in votes]
-    if not failed:
+    if (first := _first(ends)) is None:
         return None
-    first = min(failed, key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began))
+    votes = _votes(ends)
+    blamed = [lost for lost in losses if any(end.rank in votes for end in lost)]
+    if lost := blamed or (losses[-1:] if first.follows else []):
+        return first_cause([*ends, *chain.from_iterable(lost)])
     others = [end.code for end in ends if end.code and not end.is_ours]
     code = first.code if first.code and not first.is_ours else next(iter(others), first.code or 1)
     return Cause(first.rank, code, _text(first, ends, first.rank in votes))
+
+
+def _first(ends: Sequence[End]) -> End | None:
+    votes = _votes(ends)
+    failed = [end for end in ends if end.code or end.rank in votes]
+    return min(
+        failed,
+        key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began),
+        default=None,
+    )
 
 
 def _votes(ends: Sequence[End]) -> Counter[int | None]:
@@ -174,7 +195,7 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
         return 2 if _had_failed_before(end, ends) else 4
     if end.blames is not None:
         return 4
-    if end.own_reason is None or (end.reason is None and end.printed and end.printed.is_broken_connection):
+    if end.own_reason is None or end.follows:
         return 3
     return 0
 

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import NoReturn
 
 from ddp_callbacks.auto import AUTO
+from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
@@ -108,7 +109,8 @@ def parse_options(
     _refuse_contradictions(job, environ)
     job.nodes = _nodes(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
-    job.environ = _variables([*([f"{AUTO}=1"] if job.auto else []), *(job.x or ())], environ, job.nodes)
+    switches = [f"{name}=1" for name, is_on in ((AUTO, job.auto), (KEEP_GOING, job.keep_going)) if is_on]
+    job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
     job.forwarded = {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
@@ -122,6 +124,11 @@ def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
         raise ConfigurationError("--module and --no-python cannot be combined.")
     if job.hosts is not None and job.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
+    if job.keep_going and job.max_restarts:
+        raise ConfigurationError(
+            "--keep-going and --max-restarts both say what follows when a process is lost: the others continue, or all "
+            "restart. Use one of them."
+        )
     if job.requeue and not job.dry_run and not any(map(environ.get, JOBS)):
         raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")
 

@@ -46,6 +46,12 @@ class Job(Namespace):
         return self.show_ranks if self.tee == "0" else None
 
     @property
+    def least_nodes(self) -> int:
+        """The smallest number of nodes with which ``--keep-going`` continues: the MIN of ``--nnodes MIN:MAX``."""
+        least, is_range, _ = self.nnodes.partition(":")
+        return int(least) if is_range else 1
+
+    @property
     def force(self) -> float:
         """Seconds from a request to stop to SIGKILL."""
         return GRACE if self.grace is None else self.grace

@@ -1,16 +1,15 @@
 """Host the store in which the ranks meet, on a socket that already listens: ``store.py ADDRESS PORT DESCRIPTOR``.
 
 The store has a process of its own, because the node's program does without torch, and the store must outlive each rank.
-It listens on one address; torch's own listens on all interfaces (pytorch issue 173909). The node's program names on
-standard input the ranks that have exited with code 0, as others may wait for them to join, and kills this at the end.
+It listens on one address; torch's own listens on all interfaces (pytorch issue 173909). The node's program writes to
+standard input what the launcher lets the ranks know, a line of JSON, ``[KEY, VALUE]``, each, and kills this at the end.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
-
-from ddp_callbacks.environment import ENDED
 
 
 def main() -> None:
@@ -19,10 +18,8 @@ def main() -> None:
 
     address, port, descriptor = sys.argv[1:]
     store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
-    ended = ""
     for line in sys.stdin:
-        ended += line
-        store.set(ENDED, ended)
+        store.set(*json.loads(line))
 
 
 if __name__ == "__main__":

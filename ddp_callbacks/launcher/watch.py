@@ -6,14 +6,16 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGTERM, Signals
 
+from ddp_callbacks.environment import ENDED, MEMBERS
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import TAIL, End, first_cause, read_record
 from ddp_callbacks.launcher.launch import CannotStart, Launch
+from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
 
@@ -30,7 +32,7 @@ class Watch:
         self._output = output
         self._running = list(launch.nodes)
         self._ranks: dict[int, End] = {}  # the ranks that have started
-        self._world_size = _number_of_ranks(self._running)
+        self._members = Members(self._running)
         self._lost: list[End] = []  # lost nodes, and nodes with a problem
         self._failures = 0  # number of failures after which all ranks were restarted
         self._end_at: float | None = None  # when the job ends after a failure
@@ -67,7 +69,7 @@ class Watch:
         self._launch.taken.set()
 
     async def _on_stacks(self, _: Connection) -> None:
-        running = [rank for rank in self._ranks if self._ranks[rank].code is None]
+        running = [end for end in self._ends_of_members() if end.code is None]
         await asyncio.to_thread(self._output.note_stacks, self._where(running))
 
     async def _on_stopped(self, _: Connection) -> None:
@@ -87,7 +89,7 @@ class Watch:
     async def _on_closed(self, node: Connection) -> None:
         if node in self._running:
             self._running.remove(node)
-            await self._lose(node, await node.explain_end())
+            await self._lose_node(node, await node.explain_end())
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
@@ -119,16 +121,24 @@ class Watch:
         # C++ aborts after an exception that ends the interpreter.
         if signal and not end.is_ours and not (signal == "SIGABRT" and end.printed):
             end.reason = f"killed by {signal}"
-        if self._have_all_ended() and not self._can_restart():
+        if end.reason and not end.printed and self._can_lose([end]):
+            await self._lose([end], f"{end} was {end.reason}")
+        elif self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif code and not self._launch.is_ending:
             self._take_failure(code)
-        elif not self._launch.is_ending:
-            self._launch.nodes[0].tell("ended", rank=rank)  # others may wait for it to join
+        elif not self._launch.is_ending:  # others may wait for it to join
+            done = sorted(number for number, rank in self._ranks.items() if rank.code == 0)
+            self._launch.nodes[0].tell("set", key=ENDED, value=" ".join(map(str, done)))
+
+    def _ends_of_members(self) -> list[End]:
+        """Return what is known about the ranks that take part and have started."""
+        return [rank for number, rank in sorted(self._ranks.items()) if number in self._members.ranks]
 
     def _have_all_ended(self) -> bool:
         """Whether all ranks have ended; those of another node may not have started yet when the first ones end."""
-        return len(self._ranks) == self._world_size and all(rank.code is not None for rank in self._ranks.values())
+        ends = self._ends_of_members()
+        return len(ends) == len(self._members.ranks) and all(rank.code is not None for rank in ends)
 
     def _take_failure(self, code: int) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
@@ -146,6 +156,22 @@ class Watch:
     def _forget(self, name: str) -> None:
         """Forget the ranks of a node: new ones start there, or the job continues without it."""
         self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
+
+    # --- continuing without lost ranks --------------------------------------------------------------------------------
+
+    def _can_lose(self, ends: list[End]) -> bool:
+        """Whether the job continues if these ranks are lost now."""
+        is_over = self._launch.is_ending or self._end_at is not None
+        return self._job.keep_going and not is_over and self._members.nodes_without(ends) >= self._job.least_nodes
+
+    async def _lose(self, ends: list[End], what: str) -> None:
+        """Continue without these ranks, and let the others know; ``what`` has happened."""
+        if self._members.lose(ends):
+            self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
+        left = len(self._members.ranks)
+        await self._note(f"{what}; continuing with {left} process{'' if left == 1 else 'es'}")
+        if self._have_all_ended():
+            self._launch.end()
 
     # --- starting again -----------------------------------------------------------------------------------------------
 
@@ -184,18 +210,22 @@ class Watch:
             self._launch.end()
             return
         self._ranks.clear()
-        self._world_size = _number_of_ranks(nodes)
+        self._members = Members(nodes)
         self._launch.restarts += 1
         self._launch.start(nodes)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    async def _lose(self, node: Connection, reason: str) -> None:
-        """Handle a lost connection: an elastic job continues without the node."""
-        name = node.plan.name
-        is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
+    async def _lose_node(self, node: Connection, reason: str) -> None:
+        """Handle a lost connection: an elastic job, or one that keeps going, continues without the node."""
+        name, is_first = node.plan.name, node is self._launch.nodes[0]
+        ends = [end for rank in self._members.on(name) if (end := self._ranks.get(rank) or End(name, rank)).code != 0]
+        if not is_first and self._can_lose(ends):
+            await self._lose([self._end_of(name, reason), *ends], f"{name}: {reason}")
+            return
+        is_needed = is_first or len(self._running) < self._job.min_nodes
         if is_needed or self._launch.is_ending or self._job.min_nodes == len(self._job.nodes):
-            if not any(rank.node == name and rank.code for rank in self._ranks.values()):
+            if not any(rank.node == name and rank.code for rank in self._ends_of_members()):
                 self._fail(name, reason)
             self._launch.end()
             return
@@ -204,15 +234,17 @@ class Watch:
         if self._restart is None or self._restart.done():
             self._begin_restart(counts=False)
 
-    def _where(self, ranks: Iterable[int]) -> list[str]:
+    def _where(self, ranks: Iterable[End]) -> list[str]:
         """Return where these ranks are, or were when they were ended."""
-        found = {number: self._ranks[number] for number in sorted(ranks)}
-        return summary({f"rank {number} on {rank.node}": innermost(rank.text("s")) for number, rank in found.items()})
+        return summary({str(rank): innermost(rank.text("s")) for rank in ranks})
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _fail(self, name: str, reason: str) -> None:
-        self._lost.append(End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending))
+        self._lost.append(self._end_of(name, reason))
+
+    def _end_of(self, name: str, reason: str) -> End:
+        return End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending)
 
     def _conclude(self) -> int:
         """Report how the job ended."""
@@ -226,38 +258,44 @@ class Watch:
 
     def _is_preempted(self) -> bool:
         """Whether no node was lost, and all ranks were preempted or exited with code 0, at least one preempted."""
-        codes = {rank.code for rank in self._ranks.values()}
+        codes = {rank.code for rank in self._ends_of_members()}
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 
     def _has_failed(self) -> bool:
         """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
-        codes = {rank.code for rank in self._ranks.values() if rank.code is not None}
+        codes = {rank.code for rank in self._ends_of_members() if rank.code is not None}
         if EXIT_PREEMPTED in codes and self._lost:
             return True
         may_write = EXIT_PREEMPTED in codes or self._job.grace is not None
         return may_write and any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
 
     def _conclude_stop(self) -> int:
-        if self._ranks and all(rank.code == 0 for rank in self._ranks.values()):
+        ends = self._ends_of_members()
+        if ends and all(rank.code == 0 for rank in ends):
             self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
-            return 0
+            return self._conclude_success()
         self._output.note(f"stopped by {self._launch.stopped_by}")
-        killed = [number for number, rank in sorted(self._ranks.items()) if rank.ended_by == "SIGKILL"]
+        killed = [rank for rank in ends if rank.ended_by == "SIGKILL"]
         if self._job.grace is not None and killed and not self._lost:
-            late = [f"{number} on {self._ranks[number].node}" for number in killed]
+            late = [f"{rank.rank} on {rank.node}" for rank in killed]
             which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
             when = "at the second signal" if self._launch.is_forced else f"after --grace {self._job.grace:g}"
             self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
         limit = self._launch.stopped_by == self._launch.limit
-        if hung := [number for number, rank in self._ranks.items() if rank.text("s") and (limit or number in killed)]:
+        if hung := [rank for rank in ends if rank.text("s") and (limit or rank in killed)]:
             self._output.note_stacks(self._where(hung))
         return 128 + (self._launch.signal or SIGTERM)
 
+    def _conclude_success(self) -> int:
+        if lost := self._members.lost_ranks:
+            self._output.note(f"done, with {lost} of {lost + len(self._members.ranks)} processes lost on the way")
+        return 0
+
     def _conclude_failure(self) -> int:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
-        cause = first_cause([*self._lost, *self._ends()]) or first_cause(late)
+        cause = first_cause([*self._lost, *self._ends()], self._members.losses) or first_cause(late)
         if cause is None and self._have_all_ended():
-            return 0
+            return self._conclude_success()
         if cause is None:
             self._output.note("the job ended before its processes did")
             return 1
@@ -265,17 +303,18 @@ class Watch:
         if rank is not None and not self._output.shows(rank.rank or 0):
             self._output.quote(rank.node, rank.rank or 0, rank.lines[-_QUOTED:])
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
-            self._output.note_stacks(self._where([cause.rank or 0]))  # it hung, as others say
+            self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._output.note(cause.text)
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 
     def _ends(self) -> list[End]:
         """Return the ranks' ends. A preempted rank is no cause; one that had to be killed after a preemption is."""
-        has_preempted = any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values())
+        members = self._ends_of_members()
+        has_preempted = any(rank.code == EXIT_PREEMPTED for rank in members)
         reason = f"did not end within {self._job.force:g} s after another rank was preempted"
         ends = []
-        for rank in self._ranks.values():
+        for rank in members:
             if rank.code == EXIT_PREEMPTED:
                 ends.append(replace(rank, code=0))
             elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
@@ -283,7 +322,3 @@ class Watch:
             else:
                 ends.append(rank)
         return ends
-
-
-def _number_of_ranks(nodes: Sequence[Connection]) -> int:
-    return sum(int(node.place["processes"]) for node in nodes)

@@ -101,6 +101,36 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
     assert slowness.took < 30 * slowness.factor
 
 
+# Rank 1 is killed, rank 2 exits, and rank 0 waits until both are known.
+GOES_ON = """
+import os, signal
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["RANK"] == "0":
+    import torch.distributed as dist
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    print(os.environ["DDP_CALLBACKS_KEEP_GOING"], *(store.get(f"ddp_callbacks/{key}") for key in ("members", "ended")))
+"""
+
+
+@pytest.mark.cold
+def test_a_job_goes_on_without_a_killed_process_and_says_who_takes_part(tmp_path: Path) -> None:
+    """With `--keep-going` a job survives killed processes and lost hosts."""
+    done = ddprun("-H", "localhost:3", "--keep-going", "--no-prefix", write(tmp_path, GOES_ON), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1 b'{\"generation\": 1, \"ranks\": [0, 2]}' b'2'\n"), done.stderr
+    assert done.stderr.splitlines()[1:] == [
+        "ddprun: rank 1 on localhost was killed by SIGKILL; continuing with 2 processes",
+        "ddprun: done, with 1 of 3 processes lost on the way",
+    ]
+
+
+def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '1': raise KeyError('x')\nwhile True: time.sleep(1)"
+    done = ddprun("-H", "localhost:2", "--keep-going", write(tmp_path, script), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2] == "ddprun: rank 1 on localhost failed with exit code 1: KeyError: 'x'"
+
+
 MISFORTUNES = """
 import atexit, os, sys, time
 from ddp_callbacks import join_process_group
@@ -362,7 +392,7 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
         alias = ddprun(*argv, cwd=tmp_path, command=ALIAS, **no_torch)
         assert (alias.returncode, alias.stdout, alias.stderr) == (code, done.stdout, done.stderr)
     if argv == ["--help"]:
-        assert done.stdout.count("\n  -") == 14 and "--nnodes" not in done.stdout
+        assert done.stdout.count("\n  -") == 15 and "--nnodes" not in done.stdout
     if argv == ["--help-all"]:
         assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--tee N")
         assert max(map(len, done.stdout.splitlines())) <= 120

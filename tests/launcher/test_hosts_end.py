@@ -129,6 +129,28 @@ def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_names_the_rank(b
     assert "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed" in run.lines
 
 
+STAY_UNTIL_NOW = """
+import os, time
+print("up", flush=True)
+while os.environ["RANK"] != "0" or not os.path.exists("now"):
+    time.sleep(0.05)
+"""
+
+
+def test_a_job_that_keeps_going_loses_a_node_whose_ranks_end(bed: HostBed, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        argv = ["-H", "h1:1,h2:2", "--keep-going"]
+        run = start(stack, tmp_path, bed.hosts[0], *argv, script=STAY_UNTIL_NOW)
+        run.await_text("up", 3)
+        kill_in(run.folder, bed.hosts[0], "ssh -T")
+        run.await_text("continuing with 1 process")
+        wait_until(lambda: not of_job(bed.hosts[1]))
+        (run.folder / "now").touch()
+        assert run.end() == 0, run.text
+    assert re.fullmatch(rf"ddprun: {LOST}( \(.*\))?; continuing with 1 process", run.lines[-2])
+    assert run.lines[-1] == "ddprun: done, with 2 of 3 processes lost on the way"
+
+
 @pytest.mark.waits(4)
 def test_a_node_that_is_cut_off_or_without_power_ends_all(tmp_path: Path) -> None:
     """A lost node ends the job after `--heartbeat-timeout`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -14,7 +15,7 @@ from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
 
-Report = tuple[int, str, dict[str, Any]]  # of a host, by the number of its only rank
+Report = tuple[int, str, dict[str, Any]]  # of a host, by its number
 
 
 class Launch:
@@ -22,13 +23,19 @@ class Launch:
 
     limit, stopped_by, signal = "", "", None
 
-    def __init__(self, max_restarts: int, reports: list[Report]) -> None:
-        self.job = parse_options(["-H", "h1:1,h2:1", "--max-restarts", str(max_restarts), "t.py"], {})
+    def __init__(self, flags: str, reports: list[Report]) -> None:
+        self.job = parse_options([*flags.split(), "t.py"], {})
         self.nodes: Any = [
-            SimpleNamespace(plan=plan, place={"processes": 1}, tell=self.tell, is_open=True) for plan in self.job.nodes
+            SimpleNamespace(plan=plan, place={"processes": plan.processes}, is_open=True, **self.does)
+            for plan in self.job.nodes
         ]
         self.is_ending, self.restarts, self.has_begun = False, 0, False
         self.calls, self.reports, self.halted = list[str](), reports, asyncio.Event()
+
+    @property
+    def does(self) -> dict[str, Any]:
+        """What each node does."""
+        return {"tell": self.tell, "explain_end": AsyncMock(return_value="the connection was lost")}
 
     @property
     def is_overdue(self) -> bool:
@@ -43,8 +50,8 @@ class Launch:
         await asyncio.sleep(0.01)
         return None
 
-    def tell(self, do: str, rank: int) -> None:
-        self.calls.append(f"{do}: {rank}")
+    def tell(self, do: str, key: str, value: str) -> None:
+        self.calls.append(f"{do} {key.rpartition('/')[2]}: {value}")
 
     async def halt(self, nodes: Any) -> dict[Any, Any]:
         self.calls.append(f"halt {len(nodes)}")
@@ -69,20 +76,21 @@ class Launch:
         self.calls.append("end")
 
 
-def started(rank: int) -> Report:
-    return rank, "started", {"ranks": [rank], "threads": "1", "interface": "lo"}
+def started(host: int, *ranks: int) -> Report:
+    return host, "started", {"ranks": ranks or [host], "threads": "1", "interface": "lo"}
 
 
-def ended(rank: int, code: int) -> Report:
-    return rank, "ended", {"rank": rank, "code": code, "signal": None, "now": time.monotonic()}
+def ended(rank: int, code: int, host: int | None = None, by: str | None = None) -> Report:
+    values = {"rank": rank, "code": code, "signal": by, "now": time.monotonic()}
+    return rank if host is None else host, "ended", values
 
 
 HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
-    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["ended: 0", "end"]),
-    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["ended: 0"]),
+    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["set ended: 0", "end"]),
+    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["set ended: 0"]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
     "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
@@ -90,7 +98,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "one has failed, and all start again": (
         1,
         [*BOTH, ended(1, 3), ended(0, 143), HALTED, started(0), ended(0, 0), started(1)],
-        ["halt 2", "meet 2", "start 2", "ended: 0"],
+        ["halt 2", "meet 2", "start 2", "set ended: 0"],
     ),
     "it has failed once too often": (
         1,
@@ -105,6 +113,136 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
 def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
     """A job ends, or starts again, when all hosts say so."""
     restarts, reports, calls = REPORTS[case]
-    launch: Any = Launch(restarts, reports)
+    launch: Any = Launch(f"-H h1:1,h2:1 --max-restarts {restarts}", reports)
     asyncio.run(Watch(launch, MagicMock()).run())
     assert launch.calls == calls
+
+
+# --- continuing without what was lost; rank 0 runs on h1, ranks 1 and 2 on h2 -----------------------------------------
+
+
+def done(rank: int, code: int = 0) -> Report:
+    return ended(rank, code, min(rank, 1))
+
+
+def killed(rank: int) -> Report:
+    return ended(rank, 137, min(rank, 1), "SIGKILL")
+
+
+def raised(rank: int, exception: str, blames: list[int] | None = None) -> list[Report]:
+    record = json.dumps({"exceptions": [exception], "time": time.monotonic(), "blames": blames})
+    return [(min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": record}), done(rank, 1)]
+
+
+def members(generation: int, *ranks: int) -> str:
+    return f'set members: {{"generation": {generation}, "ranks": {list(ranks)}}}'
+
+
+ALL = [started(0), started(1, 1, 2)]
+CLOSED: tuple[Report, Report] = (0, "closed", {}), (1, "closed", {})
+LOST = "h2: the connection was lost"
+ONE, TWO = "rank 1 on h2 was killed by SIGKILL; continuing with", "rank 2 on h2 was killed by SIGKILL; continuing with"
+FAILED = "failed with exit code 137: killed by SIGKILL"
+PEER = "ddp_callbacks.errors.PeerError: rank 1 (host h2, pid 7) died or went silent"
+BROKEN = "RuntimeError: Connection closed by peer"
+ASKED: Report = 1, "asked", {"signal": "SIGTERM"}
+# What the hosts report, what is done about it, the exit code, and what is told.
+LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
+    "a rank is killed": (
+        [*ALL, killed(1), done(0), done(2)],
+        [members(1, 0, 2), "set ended: 0", "end"],
+        0,
+        [f"{ONE} 2 processes", "done, with 1 of 3 processes lost on the way"],
+    ),
+    "two at the same moment": (
+        [*ALL, killed(2), killed(1), done(0)],
+        [members(1, 0, 1), members(2, 0), "end"],
+        0,
+        [f"{TWO} 2 processes", f"{ONE} 1 process", "done, with 2 of 3 processes lost on the way"],
+    ),
+    "the last one, while the others are done": (
+        [*ALL, done(0), done(2), killed(1)],
+        ["set ended: 0", "set ended: 0 2", members(1, 0, 2), "end"],
+        0,
+        [f"{ONE} 2 processes", "done, with 1 of 3 processes lost on the way"],
+    ),
+    "a host with all its ranks": (
+        [*ALL, CLOSED[1], done(0)],
+        [members(1, 0), "end"],
+        0,
+        [f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
+    ),
+    "a host that has not started any": (
+        [started(0), CLOSED[1], done(0)],
+        [members(1, 0), "end"],
+        0,
+        [f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
+    ),
+    "a host, after one of its ranks": (
+        [*ALL, killed(1), CLOSED[1], done(0)],
+        [members(1, 0, 2), members(2, 0), "end"],
+        0,
+        [f"{ONE} 2 processes", f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
+    ),
+    "a host whose ranks were done": (
+        [*ALL, done(1), done(2), CLOSED[1], done(0)],
+        ["set ended: 1", "set ended: 1 2", "end"],
+        0,
+        [f"{LOST}; continuing with 3 processes"],
+    ),
+    "a rank, and the others are preempted": (
+        [*ALL, killed(1), done(0, 75), done(2, 75)],
+        [members(1, 0, 2), "stop: ", "end"],
+        75,
+        [f"{ONE} 2 processes", "preempted, checkpoint written"],
+    ),
+    "all, one by one": (
+        [*ALL, killed(0), killed(1), killed(2)],
+        [members(1, 1, 2), members(2, 2), "end"],
+        137,
+        [
+            "rank 0 on h1 was killed by SIGKILL; continuing with 2 processes",
+            f"{ONE} 1 process",
+            f"rank 2 on h2 {FAILED}",
+        ],
+    ),
+    "the first host": ([*ALL, CLOSED[0]], ["end"], 1, ["h1: the connection was lost"]),
+    "a rank, after a failure": ([*ALL, done(2, 3), killed(1), done(0)], ["end"], 137, [f"rank 1 on h2 {FAILED}"]),
+    "a rank that had raised": ([*ALL, *raised(1, "KeyError: 3"), done(0), done(2)], ["set ended: 0", "end"], 1, []),
+    "a rank, while all are asked to stop": ([*ALL, ASKED, killed(1)], ["stop: SIGTERM on h2"], 143, []),
+    "who is named by another that fails": (
+        [*ALL, killed(1), *raised(0, PEER, [1]), *raised(2, PEER, [1])],
+        [members(1, 0, 2), "end"],
+        137,
+        [f"{ONE} 2 processes", f"rank 1 on h2 {FAILED}"],
+    ),
+    "who breaks a connection": (
+        [*ALL, killed(2), killed(1), *raised(0, BROKEN)],
+        [members(1, 0, 1), members(2, 0), "end"],
+        137,
+        [f"{TWO} 2 processes", f"{ONE} 1 process", f"rank 1 on h2 {FAILED}"],
+    ),
+    "whom a later failure has nothing to do with": (
+        [*ALL, killed(1), done(0), *raised(2, "KeyError: 3")],
+        [members(1, 0, 2), "set ended: 0", "end"],
+        1,
+        [f"{ONE} 2 processes", "rank 2 on h2 failed with exit code 1: KeyError: 3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_was_lost_decides_whether_the_job_goes_on(case: str) -> None:
+    reports, calls, code, says = LOSSES[case]
+    reports = [*reports, *((host, "done", {}) for host in (0, 1) if CLOSED[host] not in reports)]
+    launch, output = Launch("-H h1:1,h2:2 --keep-going", reports), MagicMock()
+    assert asyncio.run(Watch(launch, output).run()) == code  # type: ignore[arg-type]
+    told = [call.args[0] for call in output.note.call_args_list]
+    assert (launch.calls, [text for text in says if text not in told]) == (calls, []), told
+
+
+def test_a_job_goes_on_with_as_few_hosts_as_the_user_allows() -> None:
+    for least, calls in (("1:2", [members(1, 0)]), ("2:2", ["end"])):
+        launch = Launch(f"-H h1:1,h2:2 --nnodes {least} --keep-going", [*ALL, CLOSED[1]])
+        asyncio.run(Watch(launch, MagicMock()).run())  # type: ignore[arg-type]
+        assert launch.calls == calls

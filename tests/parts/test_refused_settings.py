@@ -187,6 +187,11 @@ DDPRUN: list[Row] = [
         "ddprun has no --rdzv-backend: the nodes meet at the first one; --master-addr",
     ),
     ("--requeue t.py", "--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again."),
+    (
+        "--keep-going --max-restarts 1 t.py",
+        "--keep-going and --max-restarts both say what follows when a process is lost: ",
+        "Use one of them.",
+    ),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
     ("--time-limit soon t.py", "argument --time-limit: takes a positive number, got 'soon'. See ddprun --help."),
     ("--rsh 'none-such {host}' t.py", "--rsh: program 'none-such' not found"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -64,6 +65,8 @@ class Node:
         self._ending = Ending(self._ranks.keys())
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
+        self._store_input: int | None = None
+        self._settings = bytearray()  # data for it, which may wait for long: the store first imports torch
         self._input: int | None = None  # rank 0's standard input
         self._unread: bytes | None = b""  # data for it; None: no more will come
         self._leaves = False  # whether this program ends with the ranks
@@ -134,11 +137,9 @@ class Node:
         if self._unread is None:
             self._close_input()
 
-    def do_ended(self, rank: int) -> None:
-        """Record in the store on this node that a rank has exited with code 0; others may wait for it to join."""
-        if self._store is not None and self._store.stdin is not None:
-            with suppress(BrokenPipeError):
-                os.write(self._store.stdin.fileno(), b"%d\n" % rank)
+    def do_set(self, key: str, value: str) -> None:
+        """Set a key in the store on this node."""
+        self._settings += f"{json.dumps([key, value])}\n".encode()
 
     def do_halt(self, seconds: float) -> None:
         """End the ranks. The answer comes once they have ended, and others can be started."""
@@ -175,6 +176,9 @@ class Node:
         words = [*words, address, str(port), str(descriptor)]
         self._store = start(words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
         self._ending.spared = {self._store.pid}
+        assert self._store.stdin is not None
+        self._store_input = self._store.stdin.fileno()
+        os.set_blocking(self._store_input, False)
 
     def _start_rank(self, rank: int, words: list[str], environ: dict[str, str], cores: set[int]) -> None:
         record, stacks, output, errors = (os.pipe() for _ in range(4))
@@ -217,7 +221,7 @@ class Node:
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
         said = self._store.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-        self._store = None
+        self._forget_store()
         if not self._ending.has_begun and self._ranks:
             text = f"the process that hosts the ranks' store ended with exit code {code}: {said}"
             self._link.tell("problem", text=text)
@@ -226,10 +230,14 @@ class Node:
         if self._store is not None:
             self._store.kill()
             self._store.wait()
-            self._store = None
+            self._forget_store()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _forget_store(self) -> None:
+        self._store = self._store_input = None
+        self._settings.clear()
 
     def _get_ready(self) -> None:
         """Forget the ended ranks, and tell the launcher that others can be started."""
@@ -246,7 +254,8 @@ class Node:
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
-            poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
+            is_output = descriptor in (1, self._input, self._store_input)
+            poll.register(descriptor, select.POLLOUT if is_output else select.POLLIN)
         came = [descriptor for descriptor, _ in poll.poll((_TICK if self._ending.is_busy else _LOOK) * 1000)]
         if 0 not in came and self._link.is_silent:
             self._link.close()
@@ -265,6 +274,8 @@ class Node:
                 ready[1] = self._link.write
         if self._input is not None and self._unread:
             ready[self._input] = self._feed
+        if self._store_input is not None and self._settings:
+            ready[self._store_input] = self._feed_store
         if not self._link.is_full:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         return ready
@@ -303,6 +314,11 @@ class Node:
             return
         if not self._unread:
             self._link.tell("taken")
+
+    def _feed_store(self) -> None:
+        assert self._store_input is not None
+        with suppress(BrokenPipeError):  # it has ended, as its exit code will tell
+            del self._settings[: os.write(self._store_input, self._settings)]
 
     def _close_input(self) -> None:
         if self._input is not None:
