@@ -28,7 +28,7 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import get_rank
-from ddp_callbacks.process_group.survivors import go_on_without_the_dead
+from ddp_callbacks.process_group.survivors import continue_without_the_dead
 
 _COPY = "the copy of the run in memory"
 _SECONDS = 1.0  # between two copies
@@ -39,7 +39,7 @@ Take = Callable[[], AbstractContextManager[Content]]
 
 
 def is_wanted() -> bool:
-    """Whether the launcher lets the job go on without processes that died."""
+    """Whether the launcher lets the job continue without processes that died."""
     return bool(os.environ.get(KEEP_GOING))
 
 
@@ -66,7 +66,7 @@ class Recovery:
                 try:
                     return method()
                 except PeerError as error:
-                    self._go_on(error)
+                    self._continue(error)
                     let_go()
 
     @contextlib.contextmanager
@@ -77,8 +77,8 @@ class Recovery:
         finally:
             self._file, self._number, self._is_inside, self._at_start = None, 0, False, {}
 
-    def _go_on(self, error: PeerError) -> None:
-        go_on_without_the_dead(error)
+    def _continue(self, error: PeerError) -> None:
+        continue_without_the_dead(error)
         if len(set(all_gather_object(self._calls, _COPY))) > 1:
             raise error  # some had finished the call, and cannot take part in it any more
 

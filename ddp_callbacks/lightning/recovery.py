@@ -1,4 +1,4 @@
-"""Let a Trainer go on without processes that died."""
+"""Let a Trainer continue without processes that died."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     Attributes:
         resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
-        recovery: Lets the Trainer go on without processes that died, if the launcher does.
+        recovery: Lets the Trainer continue without processes that died, if the launcher does.
     """
 
     resume: Fit | None = None

@@ -1,7 +1,7 @@
 """Who takes part in a job, as the launcher notes it in the store in which the processes meet.
 
-With ``ddprun --keep-going``, a job goes on without processes that died. The launcher alone writes who is left, so there
-is one authority: a part of the job that it cannot reach never goes on by itself. Each list is a *generation*.
+With ``ddprun --keep-going``, a job continues without processes that died. The launcher alone writes who is left, so
+there is one authority: a part of the job that it cannot reach never continues by itself. Each list is a *generation*.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Members:
         if self._started.rank not in self._ranks:
             raise PeerError(
                 f"the launcher has given up this process, which was started as rank {self._started.rank}, and the "
-                "others go on without it. Its machine did not answer for too long: check the network."
+                "others continue without it. Its machine did not answer for too long: check the network."
             )
         return replace(self._started, rank=self._ranks.index(self._started.rank), world_size=len(self._ranks))
 

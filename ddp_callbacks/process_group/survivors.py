@@ -21,11 +21,11 @@ _members: Members | None = None  # of the default group that this process has jo
 def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerEnv:
     """Form the default group of the members, and return this process's place in it. A collective of them.
 
-    If a member dies meanwhile, and the job goes on without it, the others form the group. RANK and WORLD_SIZE in the
+    If a member dies meanwhile, and the job continues without it, the others form the group. RANK and WORLD_SIZE in the
     environment then have their numbers.
 
     Raises:
-        PeerError, RendezvousError: A member died or did not come, and the job does not go on without it.
+        PeerError, RendezvousError: A member died or did not come, and the job does not continue without it.
     """
     global _members
     _members = members
@@ -42,7 +42,7 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
             leave_failed_group()
 
 
-def go_on_without_the_dead(cause: PeerError) -> None:
+def continue_without_the_dead(cause: PeerError) -> None:
     """Form the default group anew from the members that are left. A collective of them.
 
     Groups made from the old one are gone.
@@ -51,7 +51,7 @@ def go_on_without_the_dead(cause: PeerError) -> None:
         cause: The error that has ended the run here.
 
     Raises:
-        PeerError: ``cause``, if no process has died, or the job does not go on without it; or the launcher has given
+        PeerError: ``cause``, if no process has died, or the job does not continue without it; or the launcher has given
             this process up.
     """
     here, world = found(), dist.group.WORLD
@@ -61,7 +61,7 @@ def go_on_without_the_dead(cause: PeerError) -> None:
     leave_failed_group()
     env = form_group_of(_members, backend, timeout)
     if env.rank == 0:
-        say(f"goes on with {env.world_size} process{'' if env.world_size == 1 else 'es'}")
+        say(f"continues with {env.world_size} process{'' if env.world_size == 1 else 'es'}")
 
 
 def leave_failed_group() -> None:

@@ -104,7 +104,7 @@ Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
 
 
 class Recover(DistributedCallback):
-    """Let ``run``, ``evaluate`` and ``predict`` go on without processes that died, if the launcher does.
+    """Let ``run``, ``evaluate`` and ``predict`` continue without processes that died, if the launcher does.
 
     A ``run`` goes back to its last copy in memory, about a second old, and resumes from it as by :class:`Resume`, on
     the processes that are left.
