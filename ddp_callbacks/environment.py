@@ -29,6 +29,9 @@ The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has
 processes were started. Ranks that have exited with code 0 stay in it.
 """
 
+SUCCESSOR = "DDP_CALLBACKS_SUCCESSOR"
+"""Environment variable: ``ddprun --keep-going`` sets it to 1 for a process that takes the place of a lost one."""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

@@ -28,7 +28,7 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import get_rank
-from ddp_callbacks.process_group.survivors import continue_without_the_dead
+from ddp_callbacks.process_group.survivors import MembersChanged, form_anew, have_members_changed, note_call
 
 _COPY = "the copy of the run in memory"
 _SECONDS = 1.0  # between two copies
@@ -66,21 +66,17 @@ class Recovery:
                 try:
                     return method()
                 except PeerError as error:
-                    self._continue(error)
+                    form_anew(error)
                     let_go()
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
         self._calls, self._is_inside = self._calls + 1, True
+        note_call(self._calls)
         try:
             yield
         finally:
             self._file, self._number, self._is_inside, self._at_start = None, 0, False, {}
-
-    def _continue(self, error: PeerError) -> None:
-        continue_without_the_dead(error)
-        if len(set(all_gather_object(self._calls, _COPY))) > 1:
-            raise error  # some had finished the call, and cannot take part in it any more
 
     def put_back_start(self, attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the attributes of the host's objects as they were when the call began; at first, keep them. Local.
@@ -106,11 +102,17 @@ class Recovery:
         return Saved(load_whole(file, _COPY, weights_only=False), weights_only=False)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
-        """Make a new copy on every rank. A collective. The arguments are those of ``CheckpointFile.write``."""
-        ranks = all_gather_object(pack_own(own), _COPY)
+        """Make a new copy on every rank. A collective. The arguments are those of ``CheckpointFile.write``.
+
+        Raises:
+            MembersChanged: On every rank: the launcher has new members, which continue from this copy, too.
+        """
+        ranks, changed = zip(*all_gather_object((pack_own(own), have_members_changed()), _COPY), strict=True)
         file = io.BytesIO()
         torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
         self._file, self._number = file, self._number + 1
+        if changed[0]:
+            raise MembersChanged("the launcher has other members")
 
 
 class RecoverableRun:

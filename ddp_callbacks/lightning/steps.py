@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import ResumeOptions
@@ -141,7 +142,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
         if len(found) > 1:
             raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
-        recovers = self.recovery is not None and self.world_size > 1
+        recovers = self.recovery is not None and dist.is_initialized()
         if not (found or recovers) or trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         for callback in trainer.callbacks:

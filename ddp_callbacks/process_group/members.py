@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, WorkerEnv
+from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, SUCCESSOR, WorkerEnv
 from ddp_callbacks.errors import PeerError
 
 _LOOK = 0.02  # seconds between two looks at the store
@@ -24,30 +24,41 @@ _PATIENCE = 30.0  # seconds within which the launcher notices a death
 class Members:
     """The members of a job, and this process among them.
 
+    A process that the launcher has started in place of a lost one becomes a member once it is ready. The others let it
+    into their group when they form the next one.
+
     Args:
         store: The store in which the processes meet.
         env: The place that this process was started with.
 
     Attributes:
         generation: The number of the list that this process follows; 0 is all that were started.
+        admits: Whether this process forms groups with new members. The same on all members of a group.
+        calls: The number of calls of this process that can continue without processes that died.
     """
 
     def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
         self._store, self._started = store, env
         self._may_change = bool(os.environ.get(KEEP_GOING))
-        self.generation, self._ranks = 0, list(range(env.world_size))
+        self._is_new = self._may_change and bool(os.environ.get(SUCCESSOR))
+        self.generation, self.admits, self.calls = 0, True, 0
+        self._ranks = list(range(env.world_size))
 
     @property
     def store(self) -> dist.Store:
-        """A part of the store that no other generation uses."""
-        return dist.PrefixStore(f"{self.generation}", self._store) if self.generation else self._store
+        """A part of the store that no other group uses."""
+        return dist.PrefixStore(f"{self.generation} {self._ranks}", self._store) if self.generation else self._store
 
     def follow(self) -> WorkerEnv:
-        """Follow the launcher's newest list, and return this process's place in it. Local.
+        """Follow the launcher's newest list, and return this process's place in it.
+
+        Local; but a process that the launcher has just started in place of a lost one blocks until it is a member.
 
         Raises:
             PeerError: The launcher has given this process up.
         """
+        if self._is_new:
+            self._become_member()
         self.generation, self._ranks = self._newest()
         if self._started.rank not in self._ranks:
             raise PeerError(
@@ -56,9 +67,20 @@ class Members:
             )
         return replace(self._started, rank=self._ranks.index(self._started.rank), world_size=len(self._ranks))
 
-    def have_changed(self) -> bool:
-        """Whether the launcher has noted other members than those that this process follows. Local."""
+    def _become_member(self) -> None:
+        self._is_new = False
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
+            launcher.write('{"ready": true}\n')
+        while self._started.rank not in self._newest()[1]:  # the launcher ends this process at the end of the job
+            time.sleep(_LOOK)
+
+    def is_outdated(self) -> bool:
+        """Whether the launcher has written another list than the one that this process follows. Local."""
         return self._newest()[0] > self.generation
+
+    def have_changed(self) -> bool:
+        """Whether this process would form a group of other members now. Local."""
+        return self._newest()[1] != self._ranks
 
     def await_change(self) -> bool:
         """Wait until :meth:`have_changed`; return whether it is so. Blocks for 30 seconds at most."""
@@ -77,7 +99,7 @@ class Members:
     def _newest(self) -> tuple[int, list[int]]:
         if self._may_change and (noted := self._read(MEMBERS)):
             found = json.loads(noted)
-            return found["generation"], found["ranks"]
+            return found["generation"], [rank for rank in found["ranks"] if self.admits or rank in self._ranks]
         return self.generation, self._ranks
 
     def _read(self, key: str) -> str:

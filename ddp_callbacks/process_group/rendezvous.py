@@ -169,8 +169,8 @@ def _await_all(here: Presence, members: Members, env: WorkerEnv, timeout: timede
             raise _never_came(missing, env, f": {_ranks(set(gone['ranks']))} gave up or died")
         if ended := missing & members.ended():
             raise _never_came(ended, env, ", but exited with code 0")
-        if members.have_changed():
-            raise _never_came(missing, env, ", and the launcher has given up some")
+        if members.is_outdated():
+            raise _never_came(missing, env, ", and the members have changed")
         now = time.monotonic()
         if now > end:
             raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)

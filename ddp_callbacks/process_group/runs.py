@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -75,8 +76,10 @@ def destroy_groups() -> None:
     dist.destroy_process_group()
 
 
-def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Form the default group, in a store that no other group uses. A collective.
+def form_group(
+    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta, note: Any = None
+) -> list[Any]:
+    """Form the default group, in a store that no other group uses, and return each rank's ``note``. A collective.
 
     Blocks until every rank has its connections: a rank that left earlier would break connections that others still
     make.
@@ -89,8 +92,9 @@ def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
     assert world is not None
     enter(_CONNECT)
     connected = here.gathering("connections", here.run)
-    connected.put(None)
+    connected.put(note)
     wait(connected, _CONNECT, world)
+    return connected.values
 
 
 def _form_anew(world: dist.ProcessGroup, run: int) -> None:

@@ -18,6 +18,10 @@ from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_gr
 _members: Members | None = None  # of the default group that this process has joined
 
 
+class MembersChanged(PeerError):
+    """The launcher has other members for the group than it has."""
+
+
 def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerEnv:
     """Form the default group of the members, and return this process's place in it. A collective of them.
 
@@ -32,18 +36,38 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
     while True:
         env = members.follow()
         try:
-            form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout)
-            if members.generation:
-                os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
-            return env
+            calls = form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout, members.calls)
+            break
         except (PeerError, RendezvousError):
-            if not members.await_change():
+            if not (members.is_outdated() or members.await_change()):
                 raise
             leave_failed_group()
+    if members.generation:
+        os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
+    if len({call for call in calls if call}) > 1:
+        raise PeerError(
+            "a process was lost just when some ranks had ended a call (of run, evaluate, predict; of fit, validate, "
+            "test), and others had not; they cannot continue together. Start the job again."
+        )
+    return env
 
 
-def continue_without_the_dead(cause: PeerError) -> None:
-    """Form the default group anew from the members that are left. A collective of them.
+def note_call(number: int) -> None:
+    """Note that this rank begins the ``number``-th call that can continue without processes that died.
+
+    New processes can only join the first one: they run the program from its beginning.
+    """
+    if _members is not None:
+        _members.calls, _members.admits = number, number == 1
+
+
+def have_members_changed() -> bool:
+    """Whether the launcher has other members for the group than it has. Local."""
+    return _members is not None and _members.have_changed()
+
+
+def form_anew(cause: PeerError) -> None:
+    """Form the default group anew, after others have died or joined. A collective of the members.
 
     Groups made from the old one are gone.
 

@@ -90,7 +90,7 @@ class ShardData(DistributedCallback):
         self.batch_size = batch_size
         self.random_state: RunRandomState | None = None
         """The random state of the run; ``None`` on a single process."""
-        self._sharded: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the loader's id, and this rank's place
+        self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
@@ -105,7 +105,11 @@ class ShardData(DistributedCallback):
             )
         if not self._is_resumable:
             self._is_resumable = True
-            self._sharded.clear()  # loaders of an earlier evaluation
+            self.divide_again()  # loaders of an earlier evaluation
+
+    def divide_again(self) -> None:
+        """Forget how the loaders were divided; from the next call on, there may be other ranks."""
+        self._sharded.clear()
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -230,12 +234,11 @@ class ShardData(DistributedCallback):
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if self.batch_size is None:
             return generator, steps
-        key = id(generator), self.rank, self.world_size
-        if key not in self._sharded:
+        if id(generator) not in self._sharded:
             divide = resumable_loader if self._is_resumable and generator is not None else shard_loader
             sharded = divide(generator, self.batch_size, self.process_group, needed)
-            self._sharded[key] = (generator, sharded)
-        sharded = self._sharded[key][1]
+            self._sharded[id(generator)] = (generator, sharded)
+        sharded = self._sharded[id(generator)][1]
         if self.batch_size == "per_process" and sharded is not generator and steps == length_of(generator):
             steps = length_of(sharded)
         return sharded, steps

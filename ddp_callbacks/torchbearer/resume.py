@@ -129,6 +129,8 @@ class Recover(DistributedCallback):
 
     def _let_go(self) -> None:
         for callback in self._callbacks:
+            if isinstance(callback, ShardData):
+                callback.divide_again()
             if isinstance(callback, Resume):
                 callback.read_again()
 
