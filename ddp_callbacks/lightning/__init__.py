@@ -8,10 +8,11 @@ strategy of Fabric; ``processes`` is common to both. A run of a Trainer, in Ligh
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
       batch_to_device                    this rank's share of the batch is noted: batches
       training_step                      self.log records: logs; torchmetrics: metrics
-        its end                          this rank sends its decisions: decisions
+        its end                          a step that all ranks skip is skipped
       backward                           the loss is weighed; gradients are synchronized while backward runs
       on_after_backward                  the gradients are those of the whole batch: clip here
       on_train_batch_end                 logged values are joined, before a logger may write them
+      the end of the batch               the ranks may act on what one of them wants, such as to stop: decisions
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` each rank keeps its own gradients. The ranks average the parameters every

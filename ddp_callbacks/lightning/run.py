@@ -11,12 +11,13 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches, give_loaders_back, joint_loss, weighed_backward
-from ddp_callbacks.lightning.decisions import NONE, Decisions
+from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
@@ -28,6 +29,7 @@ from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.verification import Verify
 
+_SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
 SKIPPED = object()
 """What Lightning gets instead of ``None`` if ``training_step`` has returned ``None`` on every rank."""
 
@@ -71,7 +73,7 @@ class Run:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
-            self._exit.before(loop, "run", self.decisions.agree)
+            self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
         Predictions(trainer, self._exit)
@@ -83,7 +85,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
-        return {"trained": self._trained, "held": [*self.decisions.held]}
+        return {"trained": self._trained, "wants_to_stop": "stop" in self.decisions.wishes}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -92,7 +94,8 @@ class Run:
             is_own: Whether ``state`` is this rank's. If not, the buffers were merged already.
         """
         self._trained = state["trained"] if is_own else 0
-        self.decisions.held = state["held"] if is_own else ()
+        if is_own and state["wants_to_stop"]:
+            self.decisions.wishes.add("stop")
 
     def synchronize_batch_norm(self) -> None:
         """Let the module's BatchNorm layers normalize by the whole batch until :meth:`close`. A collective."""
@@ -137,29 +140,30 @@ class Run:
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
             undo()
         output = step()
-        is_skipped = output is None and self._is_automatic
-        if not _logged.results_of(self._trainer).joins_steps:
-            if is_skipped:
-                raise SkippedBatchError(without_loss(self._trainer, None))
+        if not self._is_automatic:
             return output
-        carrier = self._carrier()
-        self.decisions.send(output is None, carrier)
-        return self._skip(carrier is not None) if is_skipped else output
-
-    def _skip(self, are_carried: bool) -> Any:
-        """Return :data:`SKIPPED` if all ranks skip the step; raise if only some do. A collective."""
-        if are_carried:
-            self._synchronize()  # as the others do in their backward, if they skip nothing
-        skipped_by = self.decisions.skipped_by()
-        if not all(skipped_by):
+        meets = _logged.results_of(self._trainer).joins_steps
+        skipped_by = self._exchange_skips(output is None) if meets else None
+        if output is not None:
+            return output
+        if skipped_by is None or not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
-        if not are_carried:
-            self._synchronize()  # gradients that were accumulated before
         return SKIPPED
 
-    def _synchronize(self) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.synchronize()
+    def _exchange_skips(self, skips: bool) -> list[bool]:
+        """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.
+
+        If a backward comes next, the answers travel with the gradients.
+        """
+        if (carrier := self._carrier()) is None:
+            answers = all_gather_object(skips, _SKIPS)
+            if all(answers) and self._synchronizer is not None:
+                self._synchronizer.synchronize()  # gradients that were accumulated before
+            return answers
+        carrier.carry([float(skips)])
+        if skips:
+            carrier.synchronize()  # as the others do in their backward, if they skip nothing
+        return [bool(number) for (number,) in carrier.carried]
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
@@ -172,7 +176,6 @@ class Run:
             context = weighed_backward(self._synchronizer, loss, *self.batches.weight_and_total)
         with context:
             yield
-        self.decisions.take()
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
@@ -199,7 +202,7 @@ class Run:
 
         Callbacks that compare losses, such as Lightning's learning rate finder, get those of whole batches from now on.
         """
-        self.decisions.agree()
+        self.decisions.pass_moment()
         self.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
         for callback in filter(_parts.compares_losses, self._trainer.callbacks):
             self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
@@ -224,15 +227,16 @@ class Run:
         results = _logged.results_of(self._trainer)
         results.end_batch()
         self.end_batch()
-        if self._trainer.training:
-            self.decisions.end_training_batch()
-            reads = _logged.logs_step(self._trainer) or _logged.follows_step(self._trainer)
-        elif results.joins_steps:
-            reads = self.decisions.end_evaluation_batch(results.logs_step and bool(self._trainer.loggers))
-        else:
-            self.decisions.act(NONE)
-        if results.joins_steps and (reads or results.is_full):
+        if self._trainer.training or results.joins_steps:  # otherwise some ranks may have more batches
+            self.decisions.pass_moment()
+        if results.joins_steps and (self._is_read(results) or results.is_full):
             results.join()
+
+    def _is_read(self, results: Any) -> bool:
+        """Whether anything on any rank reads logged values of this step. A collective in evaluations."""
+        if self._trainer.training:
+            return bool(_logged.logs_step(self._trainer) or _logged.follows_step(self._trainer))
+        return any(all_gather_object(results.logs_step and bool(self._trainer.loggers), _READS))
 
     def _before_monitor(self) -> None:
         """Join logged values before ModelCheckpoint or EarlyStopping reads them. A collective."""
@@ -272,9 +276,9 @@ class Run:
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
         if self._trainer.training:
-            own = [self.decisions.flags(), checksum_of_replica(self._model), random_state.offer()]
-            flags, checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
-            self.decisions.act([any(raised) for raised in zip(*flags, strict=True)])
+            self.decisions.pass_moment()
+            own = [checksum_of_replica(self._model), random_state.offer()]
+            checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
             random_state.accept(offered)
             if any(checksum != checksums[0] for checksum in checksums):
                 require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")

@@ -48,7 +48,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; then the ranks exchange their decisions. A collective."""
+        """Like Lightning's; then the ranks exchange whether they skip the step. A collective."""
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
@@ -108,7 +108,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         if self._trainer.state.fn == "validate":
             StepsMixin.on_train_end(self)
         if self._run is not None:
-            self._run.decisions.agree()
+            self._run.decisions.pass_moment()
         self._make_one()
 
     def on_train_end(self) -> None:
@@ -166,7 +166,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
-        run = {"trained": 1, "held": []} if self._run is None else self._run.state_dict()
+        run = {"trained": 1, "wants_to_stop": False} if self._run is None else self._run.state_dict()
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
         return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
 

@@ -25,7 +25,6 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
-from ddp_callbacks.lightning.decisions import ROOM
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
@@ -171,7 +170,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             _require_same_run(self._trainer, model, settings)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._engine)
+                self._synchronizer = GradientSynchronizer(model, room=1, **self._engine)
                 self._exit.callback(self._synchronizer.close)
             else:
                 options = {name: self._engine[name] for name in ("bucket_cap_mb", "compress")}

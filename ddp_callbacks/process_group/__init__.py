@@ -8,8 +8,7 @@
   lists the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
 - :mod:`.presence`: a rank's end of the channel; :mod:`.client`: its thread, the messages it has heard, and gatherings
   of all ranks; :mod:`.places`: the exchange that a rank is in
-- :mod:`.votes`: votes of all ranks, which need no message if no rank wants anything
-- :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
+- :mod:`.moments`: all ranks act at the same moment, once one of them has asked to; :mod:`.preemption`: they stop
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends
 """

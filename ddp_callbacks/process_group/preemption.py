@@ -1,9 +1,7 @@
 """Stop all ranks at the same moment once one of them is asked to: by a signal, a time limit or the program.
 
-A scheduler's signal may reach one process or all, at any time. The ranks then agree over the control channel; a step
-without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that hears
-of a request reports its count, and lets no further moment pass until it knows all counts. The ranks stop at the first
-moment that no rank has let pass. A thread hears and answers, so even a rank that waits inside a step takes part.
+A scheduler's signal may reach one process or all, at any time. The ranks then agree (:mod:`.moments`); a step without a
+request sends nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +12,14 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.process_group.failures import wait
 from ddp_callbacks.process_group.membership import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group.moments import Agreement
 from ddp_callbacks.process_group.presence import describe, presence
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -31,7 +28,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME = 3.0
 """Seconds within which further signals mean the same request: a scheduler and a launcher may both send one."""
 
-_DOING = "the moment at which all ranks stop"
 _TIME_IS_UP = "the time limit"
 
 
@@ -72,7 +68,7 @@ class Preemption:
         self._own = ""  # why this rank was asked to stop
         self._signalled = 0.0  # when the first signal came
         self._deadline = float("inf")
-        self._agreement: _Agreement | None = None
+        self._agreement: Agreement | None = None
 
     def __enter__(self) -> Preemption:
         self.reason = self._own = ""
@@ -80,7 +76,9 @@ class Preemption:
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit.total_seconds()
         if get_world_size(self.process_group) > 1:
-            self._agreement = _Agreement(resolve_group(self.process_group))
+            here = presence()
+            here.preemptions += 1
+            self._agreement = Agreement(f"stop {here.preemptions}", resolve_group(self.process_group))
         self._handle_signals()
         return self
 
@@ -101,7 +99,7 @@ class Preemption:
         if not self._own:
             self._own = f"{reason} on {describe(get_rank())}"
             if self._agreement is not None:
-                self._agreement.request(self._own)
+                self._agreement.ask(self._own)
 
     def is_requested(self) -> bool:
         """Whether to stop now. Every rank calls it at the same moments, such as after each batch.
@@ -149,48 +147,3 @@ class Preemption:
             os.kill(os.getpid(), number)
         self._signalled = self._signalled or now
         self.request(signal.Signals(number).name)
-
-
-class _Agreement:
-    """Finds the moment at which several ranks stop."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        here = presence()
-        here.preemptions += 1
-        self._name, self._responders, self._group = f"stop {here.preemptions}", here.responders, group
-        self._counts = here.gathering(self._name, members=dist.get_process_group_ranks(group))
-        self._lock = threading.Lock()
-        self._passed = 0  # the number of moments that this rank has let pass
-        self._holds = False  # whether no further moment may pass until the counts of all ranks are here
-        here.responders.pop(f"stop {here.preemptions - 2}", None)
-        here.responders[self._name] = self._hold
-        if self._counts.asked():
-            self._hold()
-
-    def request(self, reason: str) -> None:
-        """Ask all ranks to stop; a signal's handler may call it."""
-        self._counts.ask(reason)
-
-    def pass_moment(self) -> str:
-        """Let a moment pass and return "", or return the reason to stop at it. After a request, it may block."""
-        with self._lock:
-            if not self._holds:
-                self._passed += 1
-                return ""
-        wait(self._counts, _DOING, self._group)
-        if self._passed < max(count for count in self._counts.values if count is not None):
-            self._passed += 1
-            return ""
-        asked = self._counts.asked()
-        return str(asked["note"]) if asked else ""
-
-    def close(self) -> None:
-        """Let no further moment pass, and still report the count if asked. Keeps no reference to the group."""
-        self._responders[self._name] = partial(self._counts.put, self._passed)
-
-    def _hold(self) -> None:
-        """Report the number of moments that this rank has let pass, once."""
-        with self._lock:
-            if not self._holds:
-                self._holds = True
-                self._counts.put(self._passed)

@@ -13,9 +13,9 @@ import os
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -39,11 +39,10 @@ from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Their waits are not those of training, so they are not reported."""
 
-VOTE = "vote"  # first word of the name of a vote's gathering; see votes.py
-
 _ADDRESS = "control"
 _PATIENCE = 30.0  # seconds within which rank 0 must be reached
 _NAMES = 2.0  # seconds to wait for the names of the ranks, for a message
+_CLOSED = 16  # closed agreements, the latest, for which a rank still answers
 _current: Presence | None = None  # the last presence of this process
 
 
@@ -59,12 +58,12 @@ class Presence:
         failed: Whether this run has failed here.
         aborted: Whether pending operations on accelerators were aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` outside of such parts.
-        passed: The number of moments of this run that this rank has passed, see :mod:`.votes`.
         preemptions: The number of :class:`.preemption.Preemption` contexts that this rank has entered.
         moves: Whether the rank is between two default groups: the next one that exists belongs to this presence.
         beginning: The gathering of all ranks' positions at the begin of the next run, once this rank is there.
         client, heard: This rank's end of the control channel, and the messages that it has heard there.
         responders: Functions by the name of a gathering; the thread calls one if this rank is asked for its value.
+        closed: Such names and functions of agreements (:mod:`.moments`) that this rank has closed.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
@@ -72,9 +71,10 @@ class Presence:
         self.exchanges = Exchanges()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
-        self.passed = self.preemptions = 0
+        self.preemptions = 0
         self.beginning: Gathering | None = None
         self.responders: dict[str, Callable[[], None]] = {}
+        self.closed: deque[tuple[str, Callable[[], None]]] = deque(maxlen=_CLOSED)
         self._seen = self._waits = 0
         self._is_over = self._has_left = False
         self.moves = True
@@ -135,7 +135,7 @@ class Presence:
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self.exchanges.forget()
-        self.passed, self.beginning = 0, None
+        self.beginning = None
         self.heard.forget_before(run)
 
     def place(self, doing: str, group: dist.ProcessGroup | None, started: int = 0, **more: Any) -> Place:
@@ -166,12 +166,6 @@ class Presence:
         world = dist.group.WORLD
         assert world is not None
         return Gathering(self.client, name, run, members, timeout_of(world))
-
-    def decline(self, moment: int) -> None:
-        """Vote no, once, if other ranks vote at this moment, and this rank has let it pass."""
-        name = f"{VOTE} {moment}"
-        if moment <= self.passed and self.heard.pop("asked", name, self.run):
-            Gathering(self.client, name, self.run, None, timedelta(0)).put(False)  # this rank does not wait
 
     # --- aborts -------------------------------------------------------------------------------------------------------
 
@@ -254,10 +248,8 @@ class Presence:
             place = self._place(waits=bool(self._waits), torch=function, line=line)
             self.client.send({"event": "place", "place": place})
         elif message["event"] == "asked":
-            kind, _, number = message["about"].partition(" ")
-            if kind == VOTE and message["run"] == self.run:
-                self.decline(int(number))
-            elif respond := self.responders.get(message["about"]):
+            respond = self.responders.get(message["about"]) or dict(self.closed).get(message["about"])
+            if respond is not None:
                 respond()
 
     def tick(self) -> bool:

@@ -201,7 +201,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (1, 0, put("x", "a"), []),
         (2, 1, put("x", "b"), to_all(**said("gathered", "x", values=["a", "b", "c"]))),
     ],
-    "one of two votes, and the other has let the moment pass": [
+    "one of two asks, and both put": [
         (1, 0, ask(7, "v", [0, 2]), [(rank, said("asked", "v", note=7)) for rank in (0, 2)]),
         (1, 0, put("v", True, [0, 2]), []),
         (

@@ -17,12 +17,14 @@ import torchmetrics
 from kit.compare import assert_equal
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
+from shared_worlds import by_rank
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
 from trainers import Record as Lines
 
 from ddp_callbacks.lightning import CallbackStrategy, decisions
+from ddp_callbacks.process_group.client import Gathering
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -276,7 +278,24 @@ def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
         options: dict[str, Any] = {"val_check_interval": {"seconds": 4}, "check_val_every_n_epoch": None}
         made = trainer(OURS, callbacks=[clock], max_steps=12, max_epochs=-1, **options)
         made.fit(Net(), loader(), loader(13, 5, 9))
-    assert clock.validated == [3, 6, 9, 12]  # by the faster clock: 1.4 s a step
+    assert by_rank(clock.validated) == [clock.validated] * 2 and len(clock.validated) >= 3
+    for before, after in itertools.pairwise([0, *clock.validated]):
+        assert after - before in (3, 4)  # by the faster clock, 1.4 s a step, or a step later
+
+
+class ChangesItsMind(Net):
+    """It wants to stop, but must go on for some steps, and then wants to go on."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step in (2, 4):
+            self.trainer.should_stop = not self.trainer.should_stop
+
+
+@WORLD.as_on_one()
+def test_a_decision_to_stop_can_be_taken_back(strategy: str) -> Any:
+    results = fit(strategy, ChangesItsMind(), loader(29, 8), max_epochs=2, min_steps=5)
+    assert results["global_step"] == 8
+    return results
 
 
 class SkipsSome(Net):
@@ -373,14 +392,16 @@ def messages_between_epochs() -> list[int]:
     group: Any = dist.group.WORLD
     module, at = Net(), list[int]()
     module.layers.register_forward_pre_hook(lambda *_: at.append(group._get_sequence_number_for_group()))
-    fit(CallbackStrategy(verify=None), module, loader(24, 8), max_epochs=4, logger=False)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        module.layers.register_forward_pre_hook(lambda *_: patch.setattr(Gathering, "ask", None))
+        fit(CallbackStrategy(verify=None), module, loader(24, 8), max_epochs=4, logger=False)  # type: ignore[arg-type]
     return [at[first] - at[first - 1] for first in range(3, len(at), 3)]
 
 
-def test_between_two_epochs_there_are_four_exchanges() -> None:
-    """Over a network four exchanges separate epochs."""
-    gradients, end_of_data, decisions, end_of_epoch, order = 1, 1, 1, 1, 1  # each is one message
-    wanted = gradients + end_of_data + decisions + end_of_epoch + order
+def test_between_two_epochs_there_are_three_exchanges() -> None:
+    """Over a network three exchanges separate epochs."""
+    gradients, end_of_data, end_of_epoch, order = 1, 1, 1, 1  # each is one message
+    wanted = gradients + end_of_data + end_of_epoch + order
     assert WORLD.returned(messages_between_epochs, GLOO) == [[wanted] * 3] * 2
 
 
