@@ -119,6 +119,7 @@ class RecoverableRun:
     """The copies of one run. Each method is a collective; see :class:`.resume.ResumableRun` for their use."""
 
     path = _COPY
+    holds_gradients = False  # that wait for the next batch's: a part of them is lost with a process
 
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery
@@ -193,10 +194,15 @@ class Savers:
         for each in self._all:
             each.pass_begin(take)
 
-    def pass_moment(self, take: Take, **is_at: bool) -> None:
-        """Save if it is due. Raise ``Preempted`` if the ranks are asked to stop."""
+    def pass_moment(self, take: Take, accumulates: bool = False, **is_at: bool) -> None:
+        """Save if it is due. Raise ``Preempted`` if the ranks are asked to stop.
+
+        Args:
+            accumulates: Whether gradients wait for those of the next batch.
+        """
         for each in self._all:
-            each.pass_moment(take, **is_at)
+            if each.holds_gradients or not accumulates:
+                each.pass_moment(take, **is_at)
 
     def pass_moment_of_validation(self) -> None:
         """Raise ``Preempted`` if the ranks are asked to stop."""

@@ -162,6 +162,8 @@ class ResumableRun:
         file: The file, open inside :meth:`opened`.
     """
 
+    holds_gradients = True  # that wait for the next batch's
+
     def __init__(self, options: ResumeOptions, group: dist.ProcessGroup | None = None) -> None:
         self.file = CheckpointFile(
             options.path, async_save=options.async_save, weights_only=options.weights_only, process_group=group

@@ -236,7 +236,8 @@ class Fit:
         """After a training batch, write and stop if due. Return whether a validation comes next."""
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
-        self._savers.pass_moment(take, ends_batch=True, validates=validates)
+        accumulates = _parts.is_accumulating(self._trainer)
+        self._savers.pass_moment(take, accumulates, ends_batch=True, validates=validates)
         return validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:

@@ -34,13 +34,14 @@ class Members:
     Attributes:
         generation: The number of the list that this process follows; 0 is all that were started.
         admits: Whether this process forms groups with new members. The same on all members of a group.
+        is_new: Whether this process takes the place of a lost one, and has not been in a group yet.
         calls: The number of calls of this process that can continue without processes that died.
     """
 
     def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
         self._store, self._started = store, env
         self._may_change = bool(os.environ.get(KEEP_GOING))
-        self._is_new = self._may_change and bool(os.environ.get(SUCCESSOR))
+        self.is_new = self._may_change and bool(os.environ.get(SUCCESSOR))
         self.generation, self.admits, self.calls = 0, True, 0
         self._ranks = list(range(env.world_size))
 
@@ -57,7 +58,7 @@ class Members:
         Raises:
             PeerError: The launcher has given this process up.
         """
-        if self._is_new:
+        if self.is_new and self._started.rank not in self._newest()[1]:
             self._become_member()
         self.generation, self._ranks = self._newest()
         if self._started.rank not in self._ranks:
@@ -68,7 +69,6 @@ class Members:
         return replace(self._started, rank=self._ranks.index(self._started.rank), world_size=len(self._ranks))
 
     def _become_member(self) -> None:
-        self._is_new = False
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
             launcher.write('{"ready": true}\n')
         while self._started.rank not in self._newest()[1]:  # the launcher ends this process at the end of the job

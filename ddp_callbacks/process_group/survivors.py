@@ -39,9 +39,13 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
             calls = form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout, members.calls)
             break
         except (PeerError, RendezvousError):
+            if members.is_new and members.ended():
+                say("the job ends before this process could join it")
+                raise SystemExit(0) from None
             if not (members.is_outdated() or members.await_change()):
                 raise
             leave_failed_group()
+    members.is_new = False
     if members.generation:
         os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
     if len({call for call in calls if call}) > 1:
