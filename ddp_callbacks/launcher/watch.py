@@ -168,6 +168,7 @@ class Watch:
         """Continue without these ranks, and let the others know; ``what`` has happened."""
         if self._members.lose(ends):
             self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
+        await asyncio.to_thread(self._output.follow, self._members.ranks)
         left = len(self._members.ranks)
         await self._note(f"{what}; continuing with {left} process{'' if left == 1 else 'es'}")
         if self._have_all_ended():
