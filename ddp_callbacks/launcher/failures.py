@@ -63,15 +63,28 @@ def read_record(text: str, ahead: float) -> Record | None:
         text: The JSON that the rank has written.
         ahead: Seconds by which the clock of the rank's host is ahead of this machine's.
     """
-    try:
-        found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
-    except ValueError:
-        return None  # there is no record, or only a part
+    found = _last_json(text)
     if "exceptions" in found:
         blames = None if found["blames"] is None else tuple(found["blames"])
         return Record(tuple(found["exceptions"]), found["time"] - ahead, blames)
+    if "message" not in found:
+        return None
     message = found["message"]
     return Record((str(message["message"] if isinstance(message, dict) else message),), math.inf)
+
+
+def is_ready(text: str) -> bool:
+    """Whether the last line of ``text`` says that a process is ready to join: ``{"ready": true}``."""
+    return _last_json(text).get("ready") is True
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    """Return the JSON in the last line; empty if there is none, or only a part."""
+    try:
+        found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return found
 
 
 @dataclass
