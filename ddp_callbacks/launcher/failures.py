@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,19 @@ class End:
     is_ours: bool = False
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
+
+    def take(self, code: int, signal: str | None, now: float, is_ending: bool) -> None:
+        """Take how a rank has ended, at ``now`` on its host's monotonic clock.
+
+        Args:
+            is_ending: Whether ``ddprun`` had ended the job, which may be the reason.
+        """
+        self.code, self.ended_by, self.order = code, signal, time.monotonic()
+        self.printed = read_record(self.text("f"), now - self.order)
+        self.is_ours = is_ending and signal in (None, "SIGTERM", "SIGKILL")
+        # C++ aborts after an exception that ends the interpreter.
+        if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
+            self.reason = f"killed by {signal}"
 
     def text(self, kind: str) -> str:
         """Return the last output of a kind: a key of ``wrote``."""

@@ -13,7 +13,7 @@ from signal import SIGTERM, Signals
 from ddp_callbacks.environment import ENDED, MEMBERS, SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, first_cause, is_ready, read_record
+from ddp_callbacks.launcher.failures import TAIL, End, first_cause, is_ready
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
@@ -64,7 +64,8 @@ class Watch:
         if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
             end.wrote[stream] = (end.wrote.get(stream, b"") + written)[-TAIL:]
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
-            await self._join(rank)
+            self._ranks[rank] = self._members.join(rank)
+            await self._continue(f"{successor}: a new process joins")
         if stream != "f":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
 
@@ -118,13 +119,7 @@ class Watch:
         end = successor or self._ranks.get(rank)
         if end is None or end.node != node.plan.name or self._restart is not None:
             return  # its node was lost, or a restart has ended it
-        end.code, end.ended_by, end.order = code, signal, time.monotonic()
-        end.printed = read_record(end.text("f"), now - end.order)
-        # If we had ended the job, that may be the reason.
-        end.is_ours = self._launch.is_ending and signal in (None, "SIGTERM", "SIGKILL")
-        # C++ aborts after an exception that ends the interpreter.
-        if signal and not end.is_ours and not (signal == "SIGABRT" and end.printed):
-            end.reason = f"killed by {signal}"
+        end.take(code, signal, now, self._launch.is_ending)
         if successor is not None:
             await self._note_end_of_successor(successor)
         elif end.reason and not end.printed and self._can_lose([end]):
@@ -186,11 +181,6 @@ class Watch:
         """Start a new process for a lost rank, if any other still runs, and it was not replaced too often."""
         if not self._is_over and self._members.replace(lost):
             node.tell("replace", rank=lost.rank, environ={SUCCESSOR: "1"})
-
-    async def _join(self, rank: int) -> None:
-        """Continue with the successor of a rank, which is ready."""
-        self._ranks[rank] = end = self._members.join(rank)
-        await self._continue(f"{end}: a new process joins")
 
     async def _note_end_of_successor(self, end: End) -> None:
         """Tell that a process has ended before it has joined, which is no failure of the job."""

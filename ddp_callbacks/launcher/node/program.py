@@ -10,16 +10,15 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold_port
 from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
-from ddp_callbacks.launcher.node.processes import adopt_orphans, start
+from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, start, start_rank
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks the job to stop
@@ -39,23 +38,6 @@ def main() -> None:
         # The sender also ends the lifeline, or the launcher decides. The job would inherit SIG_IGN, but no handler.
         signal.signal(number, lambda *_: None)
     Node(read).serve()
-
-
-@dataclass
-class Rank:
-    """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
-
-    number: int
-    process: Popen[bytes]
-    pipes: tuple[int, int]
-
-
-class Start(NamedTuple):
-    """How the processes of a rank are started."""
-
-    words: list[str]
-    environ: dict[str, str]
-    cores: set[int]
 
 
 class Node:
@@ -130,7 +112,7 @@ class Node:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._starts[rank] = Start(argv, own, cores)
+                self._starts[rank] = Start(rank, argv, own, cores)
                 self._start_rank(rank, DEVNULL if rank else self._open_input())
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
@@ -209,17 +191,9 @@ class Node:
 
     def _start_rank(self, rank: int, taken: int) -> None:
         """Start a process for a rank, with ``taken`` as its standard input."""
-        words, environ, cores = self._starts[rank]
-        record, stacks, output, errors = (os.pipe() for _ in range(4))
-        environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
-        environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
-        process = start(words, cores, env=environ, stdin=taken, stdout=output[1], stderr=errors[1])
-        self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
-        for descriptor in (*([] if taken == DEVNULL else [taken]), output[1], errors[1]):
-            os.close(descriptor)
-        for descriptor, stream in ((output[0], "o"), (errors[0], "e"), (stacks[0], "s"), (record[0], "f")):
-            os.set_blocking(descriptor, False)
-            self._streams[descriptor] = stream, rank
+        started, streams = start_rank(self._starts[rank], taken)
+        self._ranks[started.process.pid] = started
+        self._streams |= {descriptor: (stream, rank) for descriptor, stream in streams.items()}
 
     def _reap(self) -> None:
         """Collect ended children, including orphans of the job; report the end of a rank after its output."""
