@@ -22,11 +22,18 @@ ENDED = "ddp_callbacks/ended"
 KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
 """Environment variable: ``ddprun --keep-going`` sets it to 1, and continues without processes that were lost."""
 
+SUCCESSOR = "DDP_CALLBACKS_SUCCESSOR"
+"""Environment variable: ``ddprun --keep-going`` sets it to 1 for a new process that replaces a killed one.
+
+Once it is ready to join, it writes ``{"ready": true}`` to the file that TORCHELASTIC_ERROR_FILE names, in a line.
+"""
+
 MEMBERS = "ddp_callbacks/members"
-"""Key in the store, in which ``ddprun --keep-going`` notes who still takes part, once a process was lost.
+"""Key in the store, in which ``ddprun --keep-going`` notes who takes part, once a process was lost.
 
 The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has changed, and the ranks by which the
-processes were started. Ranks that have exited with code 0 stay in it.
+processes were started. Ranks that have exited with code 0 stay in it. A rank that was lost is in it again once the
+process that replaces it is ready to join.
 """
 
 SUCCESSOR = "DDP_CALLBACKS_SUCCESSOR"

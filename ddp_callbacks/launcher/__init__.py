@@ -12,7 +12,7 @@
         connection   one node: messages and answers; remote: the command that reaches it, and why that failed
         launch       reaches all nodes, starts the job on all, ends it on all
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
-        members      the ranks that take part, and those that were lost
+        members      the ranks that take part, those that were lost, and their successors
         output       files and the terminal, line by line, and standard input for rank 0
         failures     finds which of several failures came first
         stacks       shows where the ranks are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,15 +64,28 @@ def read_record(text: str, ahead: float) -> Record | None:
         text: The JSON that the rank has written.
         ahead: Seconds by which the clock of the rank's host is ahead of this machine's.
     """
-    try:
-        found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
-    except ValueError:
-        return None  # there is no record, or only a part
+    found = _last_json(text)
     if "exceptions" in found:
         blames = None if found["blames"] is None else tuple(found["blames"])
         return Record(tuple(found["exceptions"]), found["time"] - ahead, blames)
+    if "message" not in found:
+        return None
     message = found["message"]
     return Record((str(message["message"] if isinstance(message, dict) else message),), math.inf)
+
+
+def is_ready(text: str) -> bool:
+    """Whether the last line of ``text`` says that a process is ready to join: ``{"ready": true}``."""
+    return _last_json(text).get("ready") is True
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    """Return the JSON in the last line; empty if there is none, or only a part."""
+    try:
+        found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return found
 
 
 @dataclass
@@ -99,6 +113,19 @@ class End:
     is_ours: bool = False
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
+
+    def take(self, code: int, signal: str | None, now: float, is_ending: bool) -> None:
+        """Take how a rank has ended, at ``now`` on its host's monotonic clock.
+
+        Args:
+            is_ending: Whether ``ddprun`` had ended the job, which may be the reason.
+        """
+        self.code, self.ended_by, self.order = code, signal, time.monotonic()
+        self.printed = read_record(self.text("f"), now - self.order)
+        self.is_ours = is_ending and signal in (None, "SIGTERM", "SIGKILL")
+        # C++ aborts after an exception that ends the interpreter.
+        if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
+            self.reason = f"killed by {signal}"
 
     def text(self, kind: str) -> str:
         """Return the last output of a kind: a key of ``wrote``."""

@@ -1,23 +1,30 @@
-"""The ranks that take part in a job: with ``--keep-going`` it continues without those that were lost."""
+"""The ranks that take part in a job: with ``--keep-going`` it continues without those that were lost.
+
+A *successor* is a new process for a lost rank. It takes part once it is ready to join.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End
 
+_MOST = 3  # successors of a rank
+
 
 class Members:
-    """The ranks that take part, and those that were lost.
+    """The ranks that take part, those that were lost, and their successors.
 
     Args:
         nodes: The nodes on which the ranks start, in rank order.
 
     Attributes:
         ranks: The ranks that take part, also those that have exited with code 0.
-        losses: What was lost, in order: the end of a rank, or those of a node and of its ranks.
+        losses: What was lost and not replaced, in order: the end of a rank, or those of a node and of its ranks.
+        successors: The successors that do not take part yet, by rank.
     """
 
     def __init__(self, nodes: Sequence[Connection]) -> None:
@@ -25,12 +32,18 @@ class Members:
         self._nodes = dict(enumerate(names))
         self.ranks = set(self._nodes)
         self.losses: list[list[End]] = []
+        self.successors: dict[int, End] = {}
         self._generation = 0
+        self._lost: set[int] = set()
+        self._replaced = Counter[int]()  # how often a successor of each rank was started
 
-    @property
-    def lost_ranks(self) -> int:
-        """The number of ranks that were lost."""
-        return len(self._nodes) - len(self.ranks)
+    def summary(self) -> str:
+        """Say how many of the ranks were lost, and how many of these take part again; empty if none was lost."""
+        if not self._lost:
+            return ""
+        back = len(self._lost & self.ranks)
+        again = f", {back} of them replaced" if back else ""
+        return f"{len(self._lost)} of {len(self._nodes)} processes lost on the way{again}"
 
     def on(self, name: str) -> list[int]:
         """Return the ranks that take part on a node."""
@@ -40,13 +53,29 @@ class Members:
         """Return the number of nodes that still have a rank once these ranks are lost."""
         return len({self._nodes[rank] for rank in self.ranks - _ranks(ends)})
 
-    def lose(self, ends: list[End]) -> bool:
-        """Note the loss of these ranks, or of a node with these ranks; return whether others take part now."""
+    def lose(self, ends: list[End]) -> None:
+        """Note the loss of these ranks, or of a node with these ranks."""
         self.losses.append(ends)
         gone = self.ranks & _ranks(ends)  # none if the ranks of a lost node had exited
         self.ranks -= gone
+        self._lost |= gone
         self._generation += bool(gone)
-        return bool(gone)
+
+    def replace(self, lost: End) -> bool:
+        """Note that a successor of this rank is started; return whether it may."""
+        assert lost.rank is not None
+        self._replaced[lost.rank] += 1
+        may = self._replaced[lost.rank] <= _MOST
+        if may:
+            self.successors[lost.rank] = End(lost.node, lost.rank)
+        return may
+
+    def join(self, rank: int) -> End:
+        """Note that the successor of this rank takes part; return what is known about it."""
+        self.ranks.add(rank)
+        self.losses = [ends for ends in self.losses if rank not in _ranks(ends)]
+        self._generation += 1
+        return self.successors.pop(rank)
 
     def as_json(self) -> str:
         """Return the value of :data:`ddp_callbacks.environment.MEMBERS`."""

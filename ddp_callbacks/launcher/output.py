@@ -7,7 +7,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -63,7 +63,7 @@ class Output:
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
         folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
         self._folder = folder
-        self._shown = shown
+        self._chosen, self._shown = shown or frozenset(), shown
         self._prefix = prefix
         self._terminal = terminal
         self._files: dict[Path, BinaryIO | None] = {}  # None once it cannot be written
@@ -97,6 +97,12 @@ class Output:
             written.write_text("\n".join((*lines, where, "")))
             written.rename(self._folder / SUMMARY)
 
+    def follow(self, members: Set[int]) -> None:
+        """Show the ranks for the terminal that are among ``members``; if none is, the lowest member from now on."""
+        self._finish_lines()
+        if self._shown is not None:
+            self._shown = (self._shown | self._chosen) & members or frozenset({min(members)})
+
     def shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
 
@@ -112,9 +118,13 @@ class Output:
         for file in self._files.values():
             if file is not None:
                 file.close()
+        self._finish_lines()
+        self._begin_line()
+
+    def _finish_lines(self) -> None:
         for (_, _, stream), lines in self._lines.items():
             self._print(lines.rest(), stream)
-        self._begin_line()
+        self._lines.clear()
 
     def _begin_line(self) -> None:
         if self._unfinished:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGTERM, Signals
 
-from ddp_callbacks.environment import ENDED, MEMBERS
+from ddp_callbacks.environment import ENDED, MEMBERS, SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, first_cause, read_record
+from ddp_callbacks.launcher.failures import TAIL, End, first_cause, is_ready
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
@@ -60,8 +60,12 @@ class Watch:
 
     async def _on_wrote(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
-        if (end := self._ranks.get(rank)) is not None and stream != "o":
+        successor = self._members.successors.get(rank)
+        if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
             end.wrote[stream] = (end.wrote.get(stream, b"") + written)[-TAIL:]
+        if successor is not None and not self._is_over and is_ready(successor.text("f")):
+            self._ranks[rank] = self._members.join(rank)
+            await self._continue(f"{successor}: a new process joins")
         if stream != "f":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
 
@@ -111,18 +115,16 @@ class Watch:
 
     async def _on_ended(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
-        end = self._ranks.get(rank)
+        successor = self._members.successors.pop(rank, None)
+        end = successor or self._ranks.get(rank)
         if end is None or end.node != node.plan.name or self._restart is not None:
             return  # its node was lost, or a restart has ended it
-        end.code, end.ended_by, end.order = code, signal, time.monotonic()
-        end.printed = read_record(end.text("f"), now - end.order)
-        # If we had ended the job, that may be the reason.
-        end.is_ours = self._launch.is_ending and signal in (None, "SIGTERM", "SIGKILL")
-        # C++ aborts after an exception that ends the interpreter.
-        if signal and not end.is_ours and not (signal == "SIGABRT" and end.printed):
-            end.reason = f"killed by {signal}"
-        if end.reason and not end.printed and self._can_lose([end]):
+        end.take(code, signal, now, self._launch.is_ending)
+        if successor is not None:
+            await self._note_end_of_successor(successor)
+        elif end.reason and not end.printed and self._can_lose([end]):
             await self._lose([end], f"{end} was {end.reason}")
+            self._replace(node, end)
         elif self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif code and not self._launch.is_ending:
@@ -159,19 +161,39 @@ class Watch:
 
     # --- continuing without lost ranks --------------------------------------------------------------------------------
 
+    @property
+    def _is_over(self) -> bool:
+        return self._launch.is_ending or self._end_at is not None
+
     def _can_lose(self, ends: list[End]) -> bool:
         """Whether the job continues if these ranks are lost now."""
-        is_over = self._launch.is_ending or self._end_at is not None
-        return self._job.keep_going and not is_over and self._members.nodes_without(ends) >= self._job.least_nodes
+        is_enough = self._members.nodes_without(ends) >= self._job.least_nodes
+        return self._job.keep_going and not self._is_over and is_enough
 
     async def _lose(self, ends: list[End], what: str) -> None:
-        """Continue without these ranks, and let the others know; ``what`` has happened."""
-        if self._members.lose(ends):
-            self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
-        left = len(self._members.ranks)
-        await self._note(f"{what}; continuing with {left} process{'' if left == 1 else 'es'}")
+        """Continue without these ranks; ``what`` has happened."""
+        self._members.lose(ends)
+        await self._continue(what)
         if self._have_all_ended():
             self._launch.end()
+
+    def _replace(self, node: Connection, lost: End) -> None:
+        """Start a new process for a lost rank, if any other still runs, and it was not replaced too often."""
+        if not self._is_over and self._members.replace(lost):
+            node.tell("replace", rank=lost.rank, environ={SUCCESSOR: "1"})
+
+    async def _note_end_of_successor(self, end: End) -> None:
+        """Tell that a process has ended before it has joined, which is no failure of the job."""
+        if not self._is_over:
+            why = f": {end.told}" if end.told else ""
+            await self._note(f"{end}: the new process ended with exit code {end.code} before it joined{why}")
+
+    async def _continue(self, what: str) -> None:
+        """Continue with those that take part now, and let them know; ``what`` has happened."""
+        self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
+        await asyncio.to_thread(self._output.follow, self._members.ranks)
+        count = len(self._members.ranks)
+        await self._note(f"{what}; continuing with {count} process{'' if count == 1 else 'es'}")
 
     # --- starting again -----------------------------------------------------------------------------------------------
 
@@ -287,8 +309,8 @@ class Watch:
         return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_success(self) -> int:
-        if lost := self._members.lost_ranks:
-            self._output.note(f"done, with {lost} of {lost + len(self._members.ranks)} processes lost on the way")
+        if summary := self._members.summary():
+            self._output.note(f"done, with {summary}")
         return 0
 
     def _conclude_failure(self) -> int:

@@ -101,27 +101,41 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
     assert slowness.took < 30 * slowness.factor
 
 
-# Rank 1 is killed, rank 2 exits, and rank 0 waits until both are known.
+# Rank 0 is killed, and its new process joins; rank 2 exits, and rank 1 waits until all is known.
 GOES_ON = """
-import os, signal
-if os.environ["RANK"] == "1":
+import os, signal, sys, time
+rank, is_new = os.environ["RANK"], os.environ.get("DDP_CALLBACKS_SUCCESSOR")
+print(f"rank {rank}, new: {is_new}", flush=True)
+if rank == "0" and not is_new:
     os.kill(os.getpid(), signal.SIGKILL)
-if os.environ["RANK"] == "0":
+if rank == "0":
+    print(repr(sys.stdin.read()), flush=True)
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        file.write('{"ready": true}\\n')
+if rank == "1":
     import torch.distributed as dist
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    print(os.environ["DDP_CALLBACKS_KEEP_GOING"], *(store.get(f"ddp_callbacks/{key}") for key in ("members", "ended")))
+    while store.get("ddp_callbacks/ended") != b"0 2":
+        time.sleep(0.05)
+    print(os.environ["DDP_CALLBACKS_KEEP_GOING"], store.get("ddp_callbacks/members").decode())
 """
 
 
 @pytest.mark.cold
-def test_a_job_goes_on_without_a_killed_process_and_says_who_takes_part(tmp_path: Path) -> None:
-    """With `--keep-going` a job survives killed processes and lost hosts."""
-    done = ddprun("-H", "localhost:3", "--keep-going", "--no-prefix", write(tmp_path, GOES_ON), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "1 b'{\"generation\": 1, \"ranks\": [0, 2]}' b'2'\n"), done.stderr
+def test_a_job_goes_on_without_a_killed_process_and_replaces_it(tmp_path: Path) -> None:
+    """With `--keep-going` a job replaces killed processes and survives lost hosts."""
+    script = write(tmp_path, GOES_ON)
+    done = ddprun("-H", "localhost:3", "--keep-going", script, cwd=tmp_path, stdin="for rank 0")
+    assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[1:] == [
-        "ddprun: rank 1 on localhost was killed by SIGKILL; continuing with 2 processes",
-        "ddprun: done, with 1 of 3 processes lost on the way",
+        "ddprun: rank 0 on localhost was killed by SIGKILL; continuing with 2 processes",
+        "ddprun: rank 0 on localhost: a new process joins; continuing with 3 processes",
+        "ddprun: done, with 1 of 3 processes lost on the way, 1 of them replaced",
     ]
+    last = '[localhost:1] 1 {"generation": 2, "ranks": [0, 1, 2]}'
+    assert [done.stdout.splitlines()[index] for index in (0, -1)] == ["[localhost:0] rank 0, new: None", last]
+    (log,) = tmp_path.glob("ddprun-logs/*/rank-0.log")
+    assert log.read_text() == "rank 0, new: None\nrank 0, new: 1\n''\n"
 
 
 def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_the_record_of_torch_is_read_too() -> None:
     assert read_record(f"{of_torch}\n{later}", 2.0) == Record(("ValueError: y",), 5.0)
     assert read_record(later[:-5], 2.0) is None
     assert read_record("", 0.0) is None
+    assert read_record('{"ready": true}', 0.0) is None
 
 
 def peer(message: str) -> Record:

@@ -40,6 +40,34 @@ def test_a_progress_bar_of_rank_0_moves(tmp_path: Path) -> None:
             assert terminal.said["e"] == b"".join(bar[: number + 1])
 
 
+# Which ranks the user wants to see, who takes part one after the other, and who is shown then.
+FOLLOWED: list[tuple[set[int] | None, list[set[int]], set[int]]] = [
+    ({0}, [{0, 2}], {0}),
+    ({0}, [{1, 2}], {1}),
+    ({0}, [{1, 2}, {2}], {2}),
+    ({0}, [{1, 2}, {0, 1, 2}], {0, 1}),  # rank 1 prints until rank 0 has joined
+    ({0, 2}, [{1, 2}], {2}),
+    ({2}, [{1, 2}], {2}),
+    (None, [{1, 2}], {0, 1, 2}),
+]
+
+
+@pytest.mark.parametrize(("shown", "members", "expected"), FOLLOWED)
+def test_the_lowest_rank_is_shown_when_those_that_were_chosen_are_lost(
+    tmp_path: Path, shown: set[int] | None, members: list[set[int]], expected: set[int]
+) -> None:
+    with Shown(tmp_path, None if shown is None else frozenset(shown)) as terminal:
+        for rank in range(3):
+            terminal.tell("a", rank, "o", b"50 %")
+        for those in members:
+            terminal.output.follow(those)
+        before = len(terminal.said["o"])
+        for rank in range(3):
+            terminal.tell("a", rank, "o", b"100 %\n")
+    lines = [f"[a:{rank}] 100 %\n" for rank in sorted(expected)]
+    assert terminal.said["o"][before:].decode() == "".join(lines)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=40))
 def test_lines_of_several_ranks_are_never_mixed(

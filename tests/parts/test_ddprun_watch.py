@@ -50,8 +50,8 @@ class Launch:
         await asyncio.sleep(0.01)
         return None
 
-    def tell(self, do: str, key: str, value: str) -> None:
-        self.calls.append(f"{do} {key.rpartition('/')[2]}: {value}")
+    def tell(self, do: str, key: str = "", value: str = "", rank: int = 0, **_: Any) -> None:
+        self.calls.append(f"{do} {key.rpartition('/')[2]}: {value}" if key else f"{do} {rank}")
 
     async def halt(self, nodes: Any) -> dict[Any, Any]:
         self.calls.append(f"halt {len(nodes)}")
@@ -134,6 +134,10 @@ def raised(rank: int, exception: str, blames: list[int] | None = None) -> list[R
     return [(min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": record}), done(rank, 1)]
 
 
+def ready(rank: int) -> Report:
+    return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"ready": true}\n'}
+
+
 def members(generation: int, *ranks: int) -> str:
     return f'set members: {{"generation": {generation}, "ranks": {list(ranks)}}}'
 
@@ -150,13 +154,13 @@ ASKED: Report = 1, "asked", {"signal": "SIGTERM"}
 LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "a rank is killed": (
         [*ALL, killed(1), done(0), done(2)],
-        [members(1, 0, 2), "set ended: 0", "end"],
+        [members(1, 0, 2), "replace 1", "set ended: 0", "end"],
         0,
         [f"{ONE} 2 processes", "done, with 1 of 3 processes lost on the way"],
     ),
     "two at the same moment": (
         [*ALL, killed(2), killed(1), done(0)],
-        [members(1, 0, 1), members(2, 0), "end"],
+        [members(1, 0, 1), "replace 2", members(2, 0), "replace 1", "end"],
         0,
         [f"{TWO} 2 processes", f"{ONE} 1 process", "done, with 2 of 3 processes lost on the way"],
     ),
@@ -180,25 +184,25 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     ),
     "a host, after one of its ranks": (
         [*ALL, killed(1), CLOSED[1], done(0)],
-        [members(1, 0, 2), members(2, 0), "end"],
+        [members(1, 0, 2), "replace 1", members(2, 0), "end"],
         0,
         [f"{ONE} 2 processes", f"{LOST}; continuing with 1 process", "done, with 2 of 3 processes lost on the way"],
     ),
     "a host whose ranks were done": (
         [*ALL, done(1), done(2), CLOSED[1], done(0)],
-        ["set ended: 1", "set ended: 1 2", "end"],
+        ["set ended: 1", "set ended: 1 2", members(0, 0, 1, 2), "end"],
         0,
         [f"{LOST}; continuing with 3 processes"],
     ),
     "a rank, and the others are preempted": (
         [*ALL, killed(1), done(0, 75), done(2, 75)],
-        [members(1, 0, 2), "stop: ", "end"],
+        [members(1, 0, 2), "replace 1", "stop: ", "end"],
         75,
         [f"{ONE} 2 processes", "preempted, checkpoint written"],
     ),
     "all, one by one": (
         [*ALL, killed(0), killed(1), killed(2)],
-        [members(1, 1, 2), members(2, 2), "end"],
+        [members(1, 1, 2), "replace 0", members(2, 2), "replace 1", "end"],
         137,
         [
             "rank 0 on h1 was killed by SIGKILL; continuing with 2 processes",
@@ -212,23 +216,67 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "a rank, while all are asked to stop": ([*ALL, ASKED, killed(1)], ["stop: SIGTERM on h2"], 143, []),
     "who is named by another that fails": (
         [*ALL, killed(1), *raised(0, PEER, [1]), *raised(2, PEER, [1])],
-        [members(1, 0, 2), "end"],
+        [members(1, 0, 2), "replace 1", "end"],
         137,
         [f"{ONE} 2 processes", f"rank 1 on h2 {FAILED}"],
     ),
     "who breaks a connection": (
         [*ALL, killed(2), killed(1), *raised(0, BROKEN)],
-        [members(1, 0, 1), members(2, 0), "end"],
+        [members(1, 0, 1), "replace 2", members(2, 0), "replace 1", "end"],
         137,
         [f"{TWO} 2 processes", f"{ONE} 1 process", f"rank 1 on h2 {FAILED}"],
     ),
     "whom a later failure has nothing to do with": (
         [*ALL, killed(1), done(0), *raised(2, "KeyError: 3")],
-        [members(1, 0, 2), "set ended: 0", "end"],
+        [members(1, 0, 2), "replace 1", "set ended: 0", "end"],
         1,
         [f"{ONE} 2 processes", "rank 2 on h2 failed with exit code 1: KeyError: 3"],
     ),
 }
+
+BACK = "rank 1 on h2: a new process joins; continuing with 3 processes"
+REPLACED = "done, with 1 of 3 processes lost on the way, 1 of them replaced"
+# The same for a new process of rank 1, after a kill.
+SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
+    "it joins": (
+        [ready(1), done(0), done(2), done(1)],
+        [members(2, 0, 1, 2), "set ended: 0", "set ended: 0 2", "end"],
+        0,
+        [BACK, REPLACED],
+    ),
+    "it is killed before, and not replaced": (
+        [killed(1), done(0), done(2)],
+        ["set ended: 0", "end"],
+        0,
+        ["rank 1 on h2: the new process ended with exit code 137 before it joined: killed by SIGKILL"],
+    ),
+    "it raises an exception before": (
+        [*raised(1, "KeyError: 3"), done(0), done(2)],
+        ["set ended: 0", "end"],
+        0,
+        ["rank 1 on h2: the new process ended with exit code 1 before it joined: KeyError: 3"],
+    ),
+    "it is ready once the job is ending": ([ASKED, ready(1), killed(1)], ["stop: SIGTERM on h2"], 143, []),
+    "it is killed again and again": (
+        [ready(1), killed(1), ready(1), killed(1), ready(1), killed(1), done(0), done(2)],
+        [
+            *(members(2, 0, 1, 2), members(3, 0, 2), "replace 1"),
+            *(members(4, 0, 1, 2), members(5, 0, 2), "replace 1"),
+            *(members(6, 0, 1, 2), members(7, 0, 2), "set ended: 0", "end"),
+        ],
+        0,
+        [BACK, "done, with 1 of 3 processes lost on the way"],
+    ),
+    "it raises an exception after it has joined": (
+        [ready(1), *raised(0, PEER, [1]), *raised(1, "KeyError: 3"), *raised(2, PEER, [1])],
+        [members(2, 0, 1, 2), "end"],
+        1,
+        [BACK, "rank 1 on h2 failed with exit code 1: KeyError: 3"],
+    ),
+}
+for name, (reports, calls, code, says) in SUCCESSORS.items():
+    first = [*ALL, killed(1)], [members(1, 0, 2), "replace 1"]
+    LOSSES[f"a successor: {name}"] = [*first[0], *reports], [*first[1], *calls], code, [f"{ONE} 2 processes", *says]
 
 
 @pytest.mark.parametrize("case", LOSSES)

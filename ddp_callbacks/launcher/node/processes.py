@@ -13,7 +13,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -36,6 +36,43 @@ def start(
     """
     prepare = partial(_prepare, os.getpid(), ignored, cores)
     return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare, **options)
+
+
+class Start(NamedTuple):
+    """How the processes of a rank are started."""
+
+    rank: int
+    words: list[str]
+    environ: dict[str, str]
+    cores: set[int]
+
+
+class Rank(NamedTuple):
+    """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipes: tuple[int, int]
+
+
+def start_rank(how: Start, taken: int) -> tuple[Rank, dict[int, str]]:
+    """Start a process for a rank, with ``taken`` as its standard input, which is closed here.
+
+    Returns:
+        The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
+    """
+    record, stacks, output, errors = (os.pipe() for _ in range(4))
+    pipes = {
+        "TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{record[1]}",
+        "DDP_CALLBACKS_STACKS": f"/proc/{os.getpid()}/fd/{stacks[1]}",
+    }
+    process = start(how.words, how.cores, env=how.environ | pipes, stdin=taken, stdout=output[1], stderr=errors[1])
+    for descriptor in (*([] if taken == subprocess.DEVNULL else [taken]), output[1], errors[1]):
+        os.close(descriptor)
+    streams = {output[0]: "o", errors[0]: "e", stacks[0]: "s", record[0]: "f"}
+    for descriptor in streams:
+        os.set_blocking(descriptor, False)
+    return Rank(how.rank, process, (record[1], stacks[1])), streams
 
 
 def _prepare(parent: int, ignored: Sequence[int], cores: set[int] | None) -> None:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -19,7 +18,7 @@ from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold
 from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
-from ddp_callbacks.launcher.node.processes import adopt_orphans, start
+from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, start, start_rank
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks the job to stop
@@ -41,15 +40,6 @@ def main() -> None:
     Node(read).serve()
 
 
-@dataclass
-class Rank:
-    """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
-
-    number: int
-    process: Popen[bytes]
-    pipes: tuple[int, int]
-
-
 class Node:
     """Runs the ranks of a node, and passes data between them and the launcher.
 
@@ -62,6 +52,7 @@ class Node:
         self._link = Link()
         self._streams: dict[int, tuple[str, int]] = {}  # descriptor: name, rank
         self._ranks: dict[int, Rank] = {}  # by process id
+        self._starts: dict[int, Start] = {}  # by rank
         self._ending = Ending(self._ranks.keys())
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
@@ -121,7 +112,8 @@ class Node:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._start_rank(rank, argv, own, cores)
+                self._starts[rank] = Start(rank, argv, own, cores)
+                self._start_rank(rank, DEVNULL if rank else self._open_input())
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
             text = f"cannot start {argv[0]}: {error.strerror}{remedy if error.filename else ''}"
@@ -130,6 +122,15 @@ class Node:
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
         self._ending.stop_again()
+
+    def do_replace(self, rank: int, environ: dict[str, str]) -> None:
+        """Start a new process for a rank whose process has ended, as that one, with these variables and no input."""
+        self._starts[rank].environ.update(environ)
+        try:
+            self._start_rank(rank, DEVNULL)
+        except OSError as error:
+            self._link.tell("wrote", rank=rank, stream="e", data=f"cannot start a new process: {error.strerror}\n")
+            self._link.tell("ended", rank=rank, code=1, signal=None, now=time.monotonic())
 
     def do_input(self, data: str) -> None:
         """Pass ``data`` to rank 0's standard input once the rank has room; empty ``data`` closes it."""
@@ -180,20 +181,19 @@ class Node:
         self._store_input = self._store.stdin.fileno()
         os.set_blocking(self._store_input, False)
 
-    def _start_rank(self, rank: int, words: list[str], environ: dict[str, str], cores: set[int]) -> None:
-        record, stacks, output, errors = (os.pipe() for _ in range(4))
-        environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
-        environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
-        taken, self._input = (DEVNULL, self._input) if rank or self._unread is None else os.pipe()
-        process = start(words, cores, env=environ, stdin=taken, stdout=output[1], stderr=errors[1])
-        self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
-        for descriptor in (*([] if taken == DEVNULL else [taken]), output[1], errors[1]):
-            os.close(descriptor)
-        for descriptor, stream in ((output[0], "o"), (errors[0], "e"), (stacks[0], "s"), (record[0], "f")):
-            os.set_blocking(descriptor, False)
-            self._streams[descriptor] = stream, rank
-        if not rank and self._input is not None:
-            os.set_blocking(self._input, False)
+    def _open_input(self) -> int:
+        """Return what rank 0 reads as its standard input."""
+        if self._unread is None:
+            return DEVNULL
+        taken, self._input = os.pipe()
+        os.set_blocking(self._input, False)
+        return taken
+
+    def _start_rank(self, rank: int, taken: int) -> None:
+        """Start a process for a rank, with ``taken`` as its standard input."""
+        started, streams = start_rank(self._starts[rank], taken)
+        self._ranks[started.process.pid] = started
+        self._streams |= {descriptor: (stream, rank) for descriptor, stream in streams.items()}
 
     def _reap(self) -> None:
         """Collect ended children, including orphans of the job; report the end of a rank after its output."""
