@@ -36,9 +36,6 @@ processes were started. Ranks that have exited with code 0 stay in it. A rank th
 process that replaces it is ready to join.
 """
 
-SUCCESSOR = "DDP_CALLBACKS_SUCCESSOR"
-"""Environment variable: ``ddprun --keep-going`` sets it to 1 for a process that takes the place of a lost one."""
-
 
 @dataclass(frozen=True)
 class WorkerEnv:

@@ -92,6 +92,7 @@ class ReduceMetrics(DistributedCallback):
         """Continue. On another number of ranks, a metric that cannot be merged has rank 0's values on every rank."""
         metric_list, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["is_in_pass"]
         if not is_in_pass:
+            self.on_end_training(state)  # otherwise the next pass would put back the running means of one that raised
             metric_list.reset(state)  # this chooses a metric that depends on the criterion
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
         metrics = list(_torchbearer.metrics_within(metric_list))

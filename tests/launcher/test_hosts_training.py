@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import survival
 import torch
 from jobs import IMPATIENT, Run, kill_on, of_job, on_hosts, write
 from kit import commands
@@ -90,6 +91,28 @@ def test_a_run_that_is_restarted_in_mid_epoch_has_the_numbers_of_one_process(
     torch.testing.assert_close(trained(tmp_path), trained(tmp_path / "one"), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda bed, host: kill_on(host, "stdin.buffer"),
+        pytest.param(cut_cable, marks=[pytest.mark.night, pytest.mark.waits(4)]),
+        pytest.param(power_off, marks=[pytest.mark.night, pytest.mark.waits(4)]),
+    ],
+    ids=["program", "cable", "power"],
+)
+def test_a_job_that_continues_without_a_lost_host_has_the_numbers_of_one_process(
+    tmp_path: Path, lose: Callable[[HostBed, Host], None]
+) -> None:
+    variables = ["-x", 'DIES={"2": ["backward", 8, "stays"]}', "-x", "COPIES=often"]
+    argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, "trainer", "adam"]
+    with HostBed(3) as bed, Run(tmp_path, *argv, host=bed.hosts[0]) as run:
+        run.await_files("there")
+        lose(bed, bed.hosts[2])
+        assert run.end() == 0, run.text
+        assert re.search(rf"ddprun: h3: {LOST}.*; continuing with 2 processes\n", run.text), run.text
+    survival.require_truth(tmp_path, "trainer", "adam", run.text)
+
+
 # --- with fewer hosts -------------------------------------------------------------------------------------------------
 
 WAIT = """
@@ -117,7 +140,7 @@ LOSSES: tuple[Callable[[HostBed, Host], None], ...] = (
 
 @pytest.mark.waits(6)
 def test_an_elastic_run_goes_on_within_seconds_without_a_host(tmp_path: Path) -> None:
-    """An elastic run goes on without a lost host."""
+    """Elastic runs continue without lost hosts."""
     # Rank 0 waits in a collective of torch's for 30 minutes; nothing tells it that the other host is cut off.
     elastic = ["--nnodes", "1:2", "--max-restarts", "1"]
     with HostBed(2 * len(LOSSES)) as bed, ExitStack() as stack:

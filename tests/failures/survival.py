@@ -1,0 +1,58 @@
+"""What a job that loses processes leaves (:mod:`dying`), compared with one process without the library."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import dying
+import torch
+from kit.commands import environment, finish, run, start
+from kit.compare import assert_equal
+from kit.once import once
+
+SCRIPT = dying.__file__
+RELATIVE = 1e-10
+Plan = dict[int, tuple[str, float]]  # who dies where; see dying.py
+Steps = dict[tuple[int, int], list[int]]  # the samples of each step, by epoch and batch
+
+
+def steps(folder: Path) -> Steps:
+    """What counts of a step is done by the fewest processes: the others have died since."""
+    found: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for path in folder.glob("steps-*"):
+        for line in path.read_text().splitlines():
+            epoch, batch, size, samples = json.loads(line)
+            found[epoch, batch][size] += samples
+    return {step: sorted(by_size[min(by_size)]) for step, by_size in sorted(found.items())}
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "result.pt")
+    rows = [{name: float(value or "nan") for name, value in row.items()} for row in found["rows"]]
+    return found | {"rows": [{n: v for n, v in row.items() if v == v} for row in rows], "steps": steps(folder)}
+
+
+@once
+def truth(kind: str, optimizer: str) -> dict[str, Any]:
+    """Of one process, without the library."""
+    folder = Path(tempfile.mkdtemp())
+    run(["python", SCRIPT, kind, optimizer], folder)
+    return results(folder)
+
+
+def require_truth(folder: Path, kind: str, optimizer: str, printed: str) -> None:
+    """What the job in ``folder`` has left has the numbers of one process."""
+    assert_equal(results(folder), truth(kind, optimizer), RELATIVE, printed)
+
+
+def prove(folder: Path, kind: str, optimizer: str, size: int, dies: Plan, copies: str) -> str:
+    """Return what the job has printed whose processes die, which has the numbers of one process."""
+    command = ["ddprun", "--keep-going", "-H", f"localhost:{size}", SCRIPT, kind, optimizer]
+    variables = {"DIES": json.dumps(dies), "COPIES": copies}
+    printed = finish(start(command, folder, env=environment() | variables))
+    require_truth(folder, kind, optimizer, printed)
+    return printed

@@ -1,0 +1,140 @@
+"""Who takes part in a job, by the launcher's list in a store; and calls that are entered again without others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.checkpoints import recovery
+from ddp_callbacks.checkpoints.recovery import Recovery
+from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, WorkerEnv
+from ddp_callbacks.errors import PeerError
+from ddp_callbacks.process_group.members import Members
+
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def keeps_going(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEEP_GOING, "1")
+
+
+def members(store: dist.Store, rank: int) -> Members:
+    return Members(store, WorkerEnv(rank, SIZE, rank, "h1", 29500))
+
+
+def list_of(store: dist.Store, generation: int, *ranks: int) -> None:
+    """As the launcher notes it."""
+    store.set(MEMBERS, json.dumps({"generation": generation, "ranks": ranks}))
+
+
+def test_the_ranks_that_are_left_are_numbered_anew_by_the_newest_list() -> None:
+    """Survivors get new ranks."""
+    store = dist.HashStore()
+    last = members(store, 3)
+    assert last.follow() == WorkerEnv(3, SIZE, 3, "h1", 29500) and not last.have_changed()
+    list_of(store, 1, 0, 2, 3)
+    list_of(store, 2, 2, 3)
+    assert last.have_changed() and last.await_change() and last.generation == 0
+    assert last.follow() == WorkerEnv(1, 2, 3, "h1", 29500)
+    assert last.generation == 2 and not last.have_changed()
+
+
+def test_generations_share_no_key() -> None:
+    store = dist.HashStore()
+    list_of(store, 1, 0, 3)
+    before, after = members(store, 0), members(store, 3)
+    after.follow()
+    before.store.set("address", "old")
+    assert not after.store.check(["address"])
+    after.store.set("address", "new")
+    assert (before.store.get("address"), after.store.get("address")) == (b"old", b"new")
+
+
+def test_a_process_that_the_launcher_has_given_up_is_told_so() -> None:
+    store = dist.HashStore()
+    list_of(store, 1, 0, 2, 3)
+    with pytest.raises(PeerError, match="the launcher has given up this process, which was started as rank 1, and"):
+        members(store, 1).follow()
+
+
+def test_ranks_that_have_exited_have_the_numbers_of_the_list() -> None:
+    store = dist.HashStore()
+    one = members(store, 0)
+    assert one.ended() == set()
+    store.set(ENDED, "1 3")
+    assert one.ended() == {1, 3}
+    list_of(store, 1, 0, 2, 3)
+    one.follow()
+    assert one.ended() == {2}
+
+
+def test_without_the_option_the_list_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEEP_GOING)
+    store = dist.HashStore()
+    list_of(store, 1, 0, 2)
+    one = members(store, 1)
+    assert not one.await_change() and one.follow().world_size == SIZE
+
+
+# --- entering a call again --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def survivals(monkeypatch: pytest.MonkeyPatch) -> list[PeerError]:
+    """The errors after which the ranks that are left, one here, have met."""
+    found: list[PeerError] = []
+    monkeypatch.setattr(recovery, "continue_without_the_dead", found.append)
+    return found
+
+
+class Host:
+    """Its method fails so often before it returns, by whatever error."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.recovery, self.let_go = list(errors), Recovery(), 0
+
+    def run(self) -> str:
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+    def call(self, method: Any = None) -> str:
+        def let_go() -> None:
+            self.let_go += 1
+
+        return self.recovery.call(method or self.run, let_go)  # type: ignore[no-any-return]
+
+
+def test_the_outermost_call_is_entered_again_as_often_as_others_die(survivals: list[PeerError]) -> None:
+    first, second = PeerError("rank 1"), PeerError("rank 0")
+    host = Host(first, second)
+    assert host.call(host.call) == "done"
+    assert (survivals, host.let_go) == ([first, second], 2)
+
+
+def test_another_error_ends_the_call(survivals: list[PeerError]) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        Host(KeyError("mine")).call()
+    assert survivals == []
+
+
+def test_a_call_that_is_entered_again_begins_with_the_attributes_of_its_first_begin(survivals: list[PeerError]) -> None:
+    attributes: dict[str, Any] = {"seen": [1], "mean": torch.zeros(2)}
+    host, begins = Host(PeerError("rank 1")), list[Any]()
+
+    def run() -> str:
+        begins.append(host.recovery.put_back_start({"callback": attributes})["callback"])
+        attributes["seen"].append(2)
+        attributes["mean"] += 1
+        return host.run()
+
+    host.call(run)
+    assert [begin["seen"] for begin in begins] == [[1], [1]]
+    assert [begin["mean"].tolist() for begin in begins] == [[0, 0], [0, 0]]
+    host.call(run)
+    assert begins[2]["seen"] == [1, 2, 2], "a later call has a begin of its own"
