@@ -40,6 +40,7 @@ PRIVATE = (
     "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "torch.distributed:distributed_c10d._get_process_group_store",
+    "torch.distributed:distributed_c10d._set_pg_timeout(timeout)",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
@@ -205,6 +206,11 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives."""
     return timeout_in(group._get_backend(devices_of(group)[0]).options)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the collectives of the default group."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def timeout_in(options: Backend.Options) -> timedelta:

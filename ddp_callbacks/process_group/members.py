@@ -32,6 +32,7 @@ class Members:
         env: The place that this process was started with.
 
     Attributes:
+        may_change: Whether the launcher may write another list.
         generation: The number of the list that this process follows; 0 is all that were started.
         admits: Whether this process forms groups with new members. The same on all members of a group.
         is_new: Whether this process takes the place of a lost one, and has not been in a group yet.
@@ -40,8 +41,8 @@ class Members:
 
     def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
         self._store, self._started = store, env
-        self._may_change = bool(os.environ.get(KEEP_GOING))
-        self.is_new = self._may_change and bool(os.environ.get(SUCCESSOR))
+        self.may_change = bool(os.environ.get(KEEP_GOING))
+        self.is_new = self.may_change and bool(os.environ.get(SUCCESSOR))
         self.generation, self.admits, self.calls = 0, True, 0
         self._ranks = list(range(env.world_size))
 
@@ -85,7 +86,7 @@ class Members:
     def await_change(self) -> bool:
         """Wait until :meth:`have_changed`; return whether it is so. Blocks for 30 seconds at most."""
         end = time.monotonic() + _PATIENCE
-        while self._may_change and time.monotonic() < end:
+        while self.may_change and time.monotonic() < end:
             if self.have_changed():
                 return True
             time.sleep(_LOOK)
@@ -97,7 +98,7 @@ class Members:
         return {rank for rank, number in enumerate(self._ranks) if number in started}
 
     def _newest(self) -> tuple[int, list[int]]:
-        if self._may_change and (noted := self._read(MEMBERS)):
+        if self.may_change and (noted := self._read(MEMBERS)):
             found = json.loads(noted)
             return found["generation"], [rank for rank in found["ranks"] if self.admits or rank in self._ranks]
         return self.generation, self._ranks

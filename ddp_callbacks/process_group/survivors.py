@@ -7,13 +7,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import timeout_of
+from ddp_callbacks._torch import set_timeout, timeout_of
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError, say
 from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import Presence, found
 from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_group
+
+_CONNECTING = timedelta(seconds=15)  # gloo waits for a process that died after all had met
 
 _members: Members | None = None  # of the default group that this process has joined
 
@@ -33,12 +35,14 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
     """
     global _members
     _members = members
+    connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
         try:
-            calls = form_group(backend, meet(members, env, timeout), env.rank, env.world_size, timeout, members.calls)
+            store = meet(members, env, timeout)
+            calls = form_group(backend, store, env.rank, env.world_size, connecting, members.calls)
             break
-        except (PeerError, RendezvousError):
+        except (PeerError, RendezvousError, dist.DistError):
             if members.is_new and members.ended():
                 say("the job ends before this process could join it")
                 raise SystemExit(0) from None
@@ -46,6 +50,8 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
                 raise
             leave_failed_group()
     members.is_new = False
+    if connecting < timeout:
+        set_timeout(timeout)
     if members.generation:
         os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
     if len({call for call in calls if call}) > 1:

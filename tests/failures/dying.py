@@ -30,12 +30,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks import get_rank, get_world_size
 from ddp_callbacks.checkpoints import recovery
+from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.process_group import survivors
 
 SAMPLES, BATCH, EPOCHS, FEATURES, CLASSES = 45, 10, 3, 6, 4
 IS_TRUTH = "RANK" not in os.environ
 STARTED_AS = os.environ.get("RANK", "0")
-PLAN: tuple[Any, ...] = tuple(json.loads(os.environ.get("DIES", "{}")).get(STARTED_AS, ("", 0)))
+PLANS = {} if SUCCESSOR in os.environ else json.loads(os.environ.get("DIES", "{}"))  # a new process lives
+PLAN: tuple[Any, ...] = tuple(PLANS.get(STARTED_AS, ("", 0)))
 _counts = Counter[str]()
 
 

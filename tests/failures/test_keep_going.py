@@ -28,7 +28,7 @@ def test_a_run_that_loses_a_process_has_the_numbers_of_one(
     """Killed processes change no number."""
     printed = prove(tmp_path, kind, optimizer, 3, {rank: ("backward", 8)}, copies)
     assert f"ddprun: rank {rank} on localhost was killed by SIGKILL; continuing with 2 processes\n" in printed
-    assert printed.endswith("ddprun: done, with 1 of 3 processes lost on the way\n")
+    assert printed.splitlines()[-1].startswith("ddprun: done, with 1 of 3 processes lost on the way"), printed
 
 
 @pytest.mark.wide
@@ -48,7 +48,6 @@ def test_an_exception_still_ends_all_with_its_own_text(nursery: Nursery, tmp_pat
 SEED = os.environ.get("SEED", str(datetime.date.today()))
 CUTS = int(os.environ.get("CUTS", "5"))
 KINDS, OPTIMIZERS = ("trial", "trainer"), ("sgd", "adam")
-HANGS = pytest.mark.xfail(run=False, reason="gloo waits for a process that died after all had met")
 # How often each phase comes about at least; see dying.py.
 PHASES = {
     "loading": 40,
@@ -68,7 +67,7 @@ PHASES = {
 @pytest.mark.night
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", [pytest.param(name, marks=HANGS if name == "connecting" else ()) for name in PHASES])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_process_may_die_in_any_phase(tmp_path: Path, phase: str, kind: str, optimizer: str) -> None:
     chosen = random.Random(f"{SEED} {phase} {kind} {optimizer}")
     plan: Plan = {chosen.randrange(3): (phase, chosen.randint(1, PHASES[phase]))}
@@ -78,7 +77,7 @@ def test_a_process_may_die_in_any_phase(tmp_path: Path, phase: str, kind: str, o
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("phase", ["meeting", pytest.param("connecting", marks=HANGS)])
+@pytest.mark.parametrize("phase", ["meeting", "connecting"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_may_die_while_the_others_meet_again(tmp_path: Path, kind: str, phase: str) -> None:
     printed = prove(tmp_path, kind, "sgd", 4, {0: ("backward", 8), 2: (phase, 2)}, "often")
