@@ -48,6 +48,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+timer = threading.Timer(PLAN[1], die)
+timer.daemon = True
+
+
 def moment(phase: str) -> None:
     """A moment at which the plan may let this process die."""
     _counts[phase] += 1
@@ -71,8 +75,6 @@ def prepare() -> None:
     for phase, name in (("meeting", "meet"), ("connecting", "form_group")):
         setattr(survivors, name, before(phase, getattr(survivors, name)))
     if PLAN[0] == "time":
-        timer = threading.Timer(PLAN[1], die)
-        timer.daemon = True
         timer.start()
     moment("start")
 
@@ -242,5 +244,6 @@ def _floats(values: Any) -> dict[str, float]:
 if __name__ == "__main__":
     prepare()
     result = {"trial": trial, "trainer": trainer}[sys.argv[1]](sys.argv[2])
+    timer.cancel()  # nobody else would write the results
     if get_rank() == 0:
         torch.save(result, "result.pt")
