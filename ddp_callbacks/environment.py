@@ -33,7 +33,7 @@ MEMBERS = "ddp_callbacks/members"
 
 The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has changed, and the ranks by which the
 processes were started. Ranks that have exited with code 0 stay in it. A rank that was lost is in it again once the
-process that replaces it is ready to join.
+process that replaces it is ready to join; ``"replaced": {"2": 1}`` then tells how often that was.
 """
 
 

@@ -36,6 +36,7 @@ class Members:
         self._generation = 0
         self._lost: set[int] = set()
         self._replaced = Counter[int]()  # how often a successor of each rank was started
+        self._joined = Counter[int]()  # how often one has joined
 
     def summary(self) -> str:
         """Say how many of the ranks were lost, and how many of these take part again; empty if none was lost."""
@@ -73,13 +74,16 @@ class Members:
     def join(self, rank: int) -> End:
         """Note that the successor of this rank takes part; return what is known about it."""
         self.ranks.add(rank)
+        self._joined[rank] += 1
         self.losses = [ends for ends in self.losses if rank not in _ranks(ends)]
         self._generation += 1
         return self.successors.pop(rank)
 
     def as_json(self) -> str:
         """Return the value of :data:`ddp_callbacks.environment.MEMBERS`."""
-        return json.dumps({"generation": self._generation, "ranks": sorted(self.ranks)})
+        replaced = {rank: count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
+        known = {"generation": self._generation, "ranks": sorted(self.ranks)}
+        return json.dumps(known | ({"replaced": replaced} if replaced else {}))
 
 
 def _ranks(ends: Sequence[End]) -> set[int]:

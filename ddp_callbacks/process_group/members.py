@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from ddp_callbacks.errors import PeerError
 
 _LOOK = 0.02  # seconds between two looks at the store
 _PATIENCE = 30.0  # seconds within which the launcher notices a death
+
+Process: TypeAlias = tuple[int, int]  # the rank that it was started with, and how often that had been replaced before
 
 
 class Members:
@@ -44,7 +47,7 @@ class Members:
         self.may_change = bool(os.environ.get(KEEP_GOING))
         self.is_new = self.may_change and bool(os.environ.get(SUCCESSOR))
         self.generation, self.admits, self.calls = 0, True, 0
-        self._ranks = list(range(env.world_size))
+        self._ranks: list[Process] = [(rank, 0) for rank in range(env.world_size)]
 
     @property
     def store(self) -> dist.Store:
@@ -59,21 +62,25 @@ class Members:
         Raises:
             PeerError: The launcher has given this process up.
         """
-        if self.is_new and self._started.rank not in self._newest()[1]:
+        if self.is_new and not self._is_listed():
             self._become_member()
         self.generation, self._ranks = self._newest()
-        if self._started.rank not in self._ranks:
+        ranks = [rank for rank, _ in self._ranks]
+        if self._started.rank not in ranks:
             raise PeerError(
                 f"the launcher has given up this process, which was started as rank {self._started.rank}, and the "
                 "others continue without it. Its machine did not answer for too long: check the network."
             )
-        return replace(self._started, rank=self._ranks.index(self._started.rank), world_size=len(self._ranks))
+        return replace(self._started, rank=ranks.index(self._started.rank), world_size=len(ranks))
 
     def _become_member(self) -> None:
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
             launcher.write('{"ready": true}\n')
-        while self._started.rank not in self._newest()[1]:  # the launcher ends this process at the end of the job
+        while not self._is_listed():  # the launcher ends this process at the end of the job
             time.sleep(_LOOK)
+
+    def _is_listed(self) -> bool:
+        return any(rank == self._started.rank for rank, _ in self._newest()[1])
 
     def is_outdated(self) -> bool:
         """Whether the launcher has written another list than the one that this process follows. Local."""
@@ -95,13 +102,15 @@ class Members:
     def ended(self) -> set[int]:
         """Return the ranks that have exited with code 0."""
         started = {int(rank) for rank in self._read(ENDED).split()}
-        return {rank for rank, number in enumerate(self._ranks) if number in started}
+        return {rank for rank, (number, _) in enumerate(self._ranks) if number in started}
 
-    def _newest(self) -> tuple[int, list[int]]:
-        if self.may_change and (noted := self._read(MEMBERS)):
-            found = json.loads(noted)
-            return found["generation"], [rank for rank in found["ranks"] if self.admits or rank in self._ranks]
-        return self.generation, self._ranks
+    def _newest(self) -> tuple[int, list[Process]]:
+        if not self.may_change or not (noted := self._read(MEMBERS)):
+            return self.generation, self._ranks
+        found = json.loads(noted)
+        replaced = found.get("replaced", {})
+        listed = [(rank, replaced.get(str(rank), 0)) for rank in found["ranks"]]
+        return found["generation"], [each for each in listed if self.admits or each in self._ranks]
 
     def _read(self, key: str) -> str:
         with contextlib.suppress(dist.DistError):  # the store's host has died, which the control channel reports

@@ -132,7 +132,7 @@ def test_a_job_goes_on_without_a_killed_process_and_replaces_it(tmp_path: Path) 
         "ddprun: rank 0 on localhost: a new process joins; continuing with 3 processes",
         "ddprun: done, with 1 of 3 processes lost on the way, 1 of them replaced",
     ]
-    last = '[localhost:1] 1 {"generation": 2, "ranks": [0, 1, 2]}'
+    last = '[localhost:1] 1 {"generation": 2, "ranks": [0, 1, 2], "replaced": {"0": 1}}'
     assert [done.stdout.splitlines()[index] for index in (0, -1)] == ["[localhost:0] rank 0, new: None", last]
     (log,) = tmp_path.glob("ddprun-logs/*/rank-0.log")
     assert log.read_text() == "rank 0, new: None\nrank 0, new: 1\n''\n"

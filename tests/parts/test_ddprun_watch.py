@@ -138,8 +138,9 @@ def ready(rank: int) -> Report:
     return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"ready": true}\n'}
 
 
-def members(generation: int, *ranks: int) -> str:
-    return f'set members: {{"generation": {generation}, "ranks": {list(ranks)}}}'
+def members(generation: int, *ranks: int, again: int = 0) -> str:
+    replaced = f', "replaced": {{"1": {again}}}' if again else ""
+    return f'set members: {{"generation": {generation}, "ranks": {list(ranks)}{replaced}}}'
 
 
 ALL = [started(0), started(1, 1, 2)]
@@ -240,7 +241,7 @@ REPLACED = "done, with 1 of 3 processes lost on the way, 1 of them replaced"
 SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "it joins": (
         [ready(1), done(0), done(2), done(1)],
-        [members(2, 0, 1, 2), "set ended: 0", "set ended: 0 2", "end"],
+        [members(2, 0, 1, 2, again=1), "set ended: 0", "set ended: 0 2", "end"],
         0,
         [BACK, REPLACED],
     ),
@@ -260,16 +261,16 @@ SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "it is killed again and again": (
         [ready(1), killed(1), ready(1), killed(1), ready(1), killed(1), done(0), done(2)],
         [
-            *(members(2, 0, 1, 2), members(3, 0, 2), "replace 1"),
-            *(members(4, 0, 1, 2), members(5, 0, 2), "replace 1"),
-            *(members(6, 0, 1, 2), members(7, 0, 2), "set ended: 0", "end"),
+            *(members(2, 0, 1, 2, again=1), members(3, 0, 2), "replace 1"),
+            *(members(4, 0, 1, 2, again=2), members(5, 0, 2), "replace 1"),
+            *(members(6, 0, 1, 2, again=3), members(7, 0, 2), "set ended: 0", "end"),
         ],
         0,
         [BACK, "done, with 1 of 3 processes lost on the way"],
     ),
     "it raises an exception after it has joined": (
         [ready(1), *raised(0, PEER, [1]), *raised(1, "KeyError: 3"), *raised(2, PEER, [1])],
-        [members(2, 0, 1, 2), "end"],
+        [members(2, 0, 1, 2, again=1), "end"],
         1,
         [BACK, "rank 1 on h2 failed with exit code 1: KeyError: 3"],
     ),

@@ -27,9 +27,9 @@ def members(store: dist.Store, rank: int) -> Members:
     return Members(store, WorkerEnv(rank, SIZE, rank, "h1", 29500))
 
 
-def list_of(store: dist.Store, generation: int, *ranks: int) -> None:
+def list_of(store: dist.Store, generation: int, *ranks: int, **replaced: dict[int, int]) -> None:
     """As the launcher notes it."""
-    store.set(MEMBERS, json.dumps({"generation": generation, "ranks": ranks}))
+    store.set(MEMBERS, json.dumps({"generation": generation, "ranks": ranks, **replaced}))
 
 
 def test_the_ranks_that_are_left_are_numbered_anew_by_the_newest_list() -> None:
@@ -42,6 +42,15 @@ def test_the_ranks_that_are_left_are_numbered_anew_by_the_newest_list() -> None:
     assert last.have_changed() and last.await_change() and last.generation == 0
     assert last.follow() == WorkerEnv(1, 2, 3, "h1", 29500)
     assert last.generation == 2 and not last.have_changed()
+
+
+def test_a_replaced_process_is_another_one_though_nobody_has_seen_its_rank_missing() -> None:
+    store = dist.HashStore()
+    one, busy = members(store, 0), members(store, 1)
+    busy.admits = False  # it is in a call that a new process cannot join
+    list_of(store, 2, 0, 1, 2, 3, replaced={3: 1})
+    assert one.await_change() and one.follow().world_size == SIZE
+    assert busy.await_change() and busy.follow().world_size == SIZE - 1
 
 
 def test_generations_share_no_key() -> None:
@@ -88,7 +97,7 @@ def test_without_the_option_the_list_counts_nowhere(monkeypatch: pytest.MonkeyPa
 def survivals(monkeypatch: pytest.MonkeyPatch) -> list[PeerError]:
     """The errors after which the ranks that are left, one here, have met."""
     found: list[PeerError] = []
-    monkeypatch.setattr(recovery, "continue_without_the_dead", found.append)
+    monkeypatch.setattr(recovery, "form_anew", found.append)
     return found
 
 
