@@ -54,10 +54,13 @@ class RunState:
         self._random_state = data.random_state or RunRandomState(data.process_group)
         self._memory = attributes.memory_of_model(trial.state[torchbearer.MODEL])
         self._at_start: dict[str, attributes.Checksums] = {}
+        self._filemodes = {one: one.filemode for one in self._others.values() if isinstance(one, CSVLogger)}
         self.about = _describe(trial, data)
 
     def note_start(self) -> None:
         """Note the callbacks' attributes, to save only those that the run changes. Call it after ``on_start``."""
+        for callback, mode in self._filemodes.items():
+            callback.filemode = mode  # a later call opens the file as without this library
         found = {name: self._attributes(one) for name, one in self._others.items()}
         if self._recovery is not None:
             found = self._recovery.put_back_start(found)

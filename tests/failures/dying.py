@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_callbacks import get_rank, get_world_size
+from ddp_callbacks import get_rank
 from ddp_callbacks.checkpoints import recovery
 from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.process_group import survivors
@@ -120,8 +120,9 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def note(epoch: int, batch: int, x: torch.Tensor) -> None:
-    """The samples of a step, of so many processes."""
-    line = [epoch, batch, get_world_size(), (x[:, -1] * SAMPLES).round().int().tolist()]
+    """The samples of a step, in a group of this number."""
+    group = 0 if IS_TRUTH else survivors._members.generation  # type: ignore[union-attr]
+    line = [epoch, batch, group, (x[:, -1] * SAMPLES).round().int().tolist()]
     with Path(f"steps-{STARTED_AS}").open("a") as file:
         file.write(json.dumps(line) + "\n")
 

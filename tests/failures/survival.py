@@ -21,13 +21,13 @@ Steps = dict[tuple[int, int], list[int]]  # the samples of each step, by epoch a
 
 
 def steps(folder: Path) -> Steps:
-    """What counts of a step is done by the fewest processes: the others have died since."""
+    """What counts of a step is done in the last group that has done it."""
     found: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for path in folder.glob("steps-*"):
         for line in path.read_text().splitlines():
-            epoch, batch, size, samples = json.loads(line)
-            found[epoch, batch][size] += samples
-    return {step: sorted(by_size[min(by_size)]) for step, by_size in sorted(found.items())}
+            epoch, batch, group, samples = json.loads(line)
+            found[epoch, batch][group] += samples
+    return {step: sorted(by_group[max(by_group)]) for step, by_group in sorted(found.items())}
 
 
 def results(folder: Path) -> dict[str, Any]:
