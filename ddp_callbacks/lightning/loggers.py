@@ -24,6 +24,13 @@ def places_of(loggers: Sequence[Any]) -> list[Place]:
     return [{"version": _progress.version_of(logger), "lines": _count_lines(logger)} for logger in loggers]
 
 
+def follow(loggers: Sequence[Any], places: Sequence[Place]) -> None:
+    """Give loggers the versions in ``places``, which rank 0 had: each rank may have chosen another one. Local."""
+    for logger, place in zip(loggers, places, strict=False):
+        if place["version"] is not None:
+            _progress.set_version_of(logger, place["version"])
+
+
 def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
     """Give loggers without a version the one in ``places``, and continue CSV files from there. Local.
 
@@ -66,6 +73,7 @@ def _continue(logger: Any, count: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns that it deletes the file
         writer = logger.experiment
+        writer.metrics.clear()  # it may be that of the fit that was cut, in the same process
     if kept:
         aside.replace(path)
         writer.metrics_keys = next(csv.reader(kept))

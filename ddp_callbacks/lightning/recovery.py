@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
+from ddp_callbacks.lightning import loggers
 
 
 class RecoveringLauncher:
@@ -25,13 +26,27 @@ class RecoveringLauncher:
         call = functools.partial(function, *args, **kwargs)
         if trainer.fast_dev_run:  # nobody keeps the state of such a run
             return call()
-        return self._recovery.call(call, functools.partial(_let_go, trainer, trainer.state.stage))
+        return self._recovery.call(call, _Begin(trainer).put_back)
 
     def kill(self, _: int) -> None:
         """Do nothing: the processes are not children of this one."""
 
 
-def _let_go(trainer: Any, stage: Any) -> None:
-    """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
-    trainer._teardown()
-    trainer.state.stage, trainer.should_stop = stage, False
+class _Begin:
+    """What a call of a Trainer begins with, and begins with again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._stage = trainer, trainer.state.stage
+        self._modes = [(part, part.training) for part in trainer.lightning_module.modules()]
+
+    def put_back(self) -> None:
+        """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
+        trainer = self._trainer
+        places = trainer.strategy.places  # before the teardown
+        trainer._teardown()
+        trainer.state.stage, trainer.should_stop = self._stage, False
+        for part, training in self._modes:
+            part.training = training
+        trainer.strategy.set_world_ranks()  # the loggers ask which rank this is
+        loggers.follow(trainer.loggers, places)
+        loggers.go_on(trainer.loggers, places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
@@ -26,6 +27,7 @@ from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
+from ddp_callbacks.lightning.loggers import Place, places_of
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
@@ -61,6 +63,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     _sync: Sync
     _skip_batch: SkipBatch | None
     _divides = True  # use_distributed_sampler, as the user has set it
+    places: Sequence[Place] = ()  # of rank 0's logs at the begin of the call, if it may begin again
     _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
@@ -135,11 +138,14 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
         self.set_world_ranks()
         self._meet()
+        self.set_world_ranks()  # if a process was lost, the others have new ranks
         self._met.close()
         if self.world_size > 1:
             follow_rank_zero(self._trainer, self._met)
             self._met.replace_once(_parts.connector(self._trainer, "data"), _parts.PREPARE_DATA, _prepare_data)
         self.begin_resuming(self._trainer)
+        if self.recovery is not None:
+            self.places = broadcast_object(places_of(self._trainer.loggers), "the places of the logs")
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,19 @@ def test_a_run_that_loses_a_process_has_the_numbers_of_one(
     assert printed.splitlines()[-1].startswith("ddprun: done, with 1 of 3 processes lost on the way"), printed
 
 
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param({2: ("validation", 1)}, id="in the sanity check: the module trains again"),
+        pytest.param({0: ("start", 1)}, id="before the first group: the new rank 0 writes"),
+        pytest.param({0: ("validation", 13)}, id="in a later call: the log keeps its rows"),
+    ],
+)
+def test_a_trainer_that_loses_a_process_outside_of_training(tmp_path: Path, dies: Plan) -> None:
+    prove(tmp_path, "trainer", "sgd", 3, dies, "often")
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("program", ["Trial", "Trainer"])
 def test_an_exception_still_ends_all_with_its_own_text(nursery: Nursery, tmp_path: Path, program: str) -> None:
