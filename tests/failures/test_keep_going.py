@@ -41,7 +41,6 @@ def test_a_run_that_loses_a_process_has_the_numbers_of_one(
     ],
 )
 def test_a_trainer_that_loses_a_process_outside_of_training(tmp_path: Path, dies: Plan) -> None:
-    """Modes and logs survive."""
     prove(tmp_path, "trainer", "sgd", 3, dies, "often")
 
 
