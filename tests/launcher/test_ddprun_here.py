@@ -123,7 +123,7 @@ if rank == "1":
 
 @pytest.mark.cold
 def test_a_job_goes_on_without_a_killed_process_and_replaces_it(tmp_path: Path) -> None:
-    """With `--keep-going` a job replaces killed processes and survives lost hosts."""
+    """`--keep-going` replaces killed processes."""
     script = write(tmp_path, GOES_ON)
     done = ddprun("-H", "localhost:3", "--keep-going", script, cwd=tmp_path, stdin="for rank 0")
     assert done.returncode == 0, done.stderr
