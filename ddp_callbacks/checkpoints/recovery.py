@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,11 +44,11 @@ def is_wanted() -> bool:
 
 
 class Recovery:
-    """Lets the calls of one Trial or Trainer go on without processes that died. Every rank has one."""
+    """Lets the calls of one Trial or Trainer continue without processes that died. Every rank has one."""
+
+    _is_inside: ClassVar[bool] = False  # whether a call is running, of this object or of another one
 
     def __init__(self) -> None:
-        self._calls = 0  # the outermost ones so far
-        self._is_inside = False
         self._file: io.BytesIO | None = None  # the copy, if the current call has one
         self._number = 0  # of the copies that this call has made
         self._at_start: dict[str, dict[str, Any]] = {}
@@ -59,7 +59,7 @@ class Recovery:
         Args:
             let_go: Lets the host forget the call that has failed.
         """
-        if self._is_inside:
+        if Recovery._is_inside:
             return method()
         with self._one_call():
             while True:
@@ -71,24 +71,26 @@ class Recovery:
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
-        self._calls, self._is_inside = self._calls + 1, True
-        note_call(self._calls)
+        Recovery._is_inside = True
+        note_call()
         try:
             yield
         finally:
-            self._file, self._number, self._is_inside, self._at_start = None, 0, False, {}
+            self._file, self._number, self._at_start, Recovery._is_inside = None, 0, {}, False
 
-    def put_back_start(self, attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the attributes of the host's objects as they were when the call began; at first, keep them. Local.
+    def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
+        """Return the attributes of the host's objects as they were when the call began; at that begin, nothing. Local.
 
         A copy has only those that the run had changed by then.
 
         Args:
             attributes: Plain attributes, by the object's name and their own.
+            device: For tensors that were not on the CPU.
         """
         if not self._at_start:
             self._at_start = {name: encode(values) for name, values in attributes.items()}
-        return {name: decode(values, "cpu") for name, values in self._at_start.items()}
+            return {}
+        return {name: decode(values, device) for name, values in self._at_start.items()}
 
     def read(self) -> Saved | None:
         """Return the newest copy of this call that a rank has; ``None`` if none has any. A collective."""

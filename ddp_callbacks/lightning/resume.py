@@ -117,8 +117,10 @@ class Fit:
         module = self._trainer.lightning_module
         found = attributes_of(module)
         if self._recovery is not None:
-            found = self._recovery.put_back_start({"module": found})["module"]
-            set_attributes(module, found)
+            device = self._trainer.strategy.root_device
+            before = self._recovery.at_start({"module": found}, device).get("module", {})
+            set_attributes(module, before)
+            found |= before
         self._attributes = checksums_of(found)
 
     # --- going on -----------------------------------------------------------------------------------------------------
@@ -144,9 +146,9 @@ class Fit:
         """
         if get_world_size() > 1 and not is_distributed(loader):
             raise ConfigurationError(
-                "Resume cannot tell what each process has of a loader without a DistributedSampler, as "
-                "Trainer(use_distributed_sampler=False) leaves it. Leave out that option, or give the loader that "
-                "sampler."
+                "Resume and ddprun --keep-going cannot tell what each process has of a loader without a "
+                "DistributedSampler, as Trainer(use_distributed_sampler=False) leaves it. Leave out that option, or "
+                "give the loader that sampler."
             )
         found = resumable_loader(loader)
         self.take_loader(stage, found)

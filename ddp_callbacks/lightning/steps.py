@@ -148,8 +148,9 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         for callback in trainer.callbacks:
             if type(callback).__name__ in _SEARCHES:
                 raise ConfigurationError(
-                    f"Resume cannot tell the trials of {type(callback).__name__} from the fit. Search in a Trainer "
-                    "without Resume, and give what it finds to this one."
+                    f"Resume cannot tell the trials of {type(callback).__name__} from the fit, nor can ddprun "
+                    "--keep-going. Search in a Trainer without Resume, in a job without that option, and give what it "
+                    "finds to this one."
                 )
         self.resume = Fit(trainer, self.recovery if recovers else None, found[0] if found else None)
         self.resume.begin()

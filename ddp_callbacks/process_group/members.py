@@ -39,7 +39,7 @@ class Members:
         generation: The number of the list that this process follows; 0 is all that were started.
         admits: Whether this process forms groups with new members. The same on all members of a group.
         is_new: Whether this process takes the place of a lost one, and has not been in a group yet.
-        calls: The number of calls of this process that can continue without processes that died.
+        calls: How often :func:`.survivors.note_call` was called.
     """
 
     def __init__(self, store: dist.Store, env: WorkerEnv) -> None:

@@ -62,13 +62,14 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
     return env
 
 
-def note_call(number: int) -> None:
-    """Note that this rank begins the ``number``-th call that can continue without processes that died.
+def note_call() -> None:
+    """Note that this rank begins a call that can continue without processes that died, or another one like it.
 
-    New processes can only join the first one: they run the program from its beginning.
+    New processes can only join the first one of a program: they run the program from its beginning.
     """
     if _members is not None:
-        _members.calls, _members.admits = number, number == 1
+        _members.calls += 1
+        _members.admits = _members.calls == 1
 
 
 def have_members_changed() -> bool:

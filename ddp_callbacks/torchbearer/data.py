@@ -100,8 +100,8 @@ class ShardData(DistributedCallback):
         """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
         if self.batch_size is None:
             raise ConfigurationError(
-                "Resume cannot know the position in loaders that are divided already (batch_size=None). Save the "
-                "Trial's state_dict at the end of epochs instead."
+                "Resume and ddprun --keep-going cannot know the position in loaders that are divided already "
+                "(batch_size=None). Save the Trial's state_dict at the end of epochs instead."
             )
         if not self._is_resumable:
             self._is_resumable = True

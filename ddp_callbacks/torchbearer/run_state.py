@@ -62,10 +62,10 @@ class RunState:
         for callback, mode in self._filemodes.items():
             callback.filemode = mode  # a later call opens the file as without this library
         found = {name: self._attributes(one) for name, one in self._others.items()}
-        if self._recovery is not None:
-            found = self._recovery.put_back_start(found)
-            for name, values in found.items():
-                vars(self._others[name]).update(values)
+        before = {} if self._recovery is None else self._recovery.at_start(found, self._trial.state[torchbearer.DEVICE])
+        for name, values in before.items():
+            vars(self._others[name]).update(values)
+        found |= before
         self._at_start = {name: attributes.checksums_of(values) for name, values in found.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------

@@ -126,6 +126,13 @@ def test_the_outermost_call_is_entered_again_as_often_as_others_die(survivals: l
     assert (survivals, host.let_go) == ([first, second], 2)
 
 
+def test_a_call_of_another_object_inside_is_left_to_the_outermost_one(survivals: list[PeerError]) -> None:
+    error = PeerError("rank 1")
+    outer, inner = Host(), Host(error)
+    assert outer.call(inner.call) == "done"
+    assert (survivals, outer.let_go, inner.let_go) == ([error], 1, 0)
+
+
 def test_another_error_ends_the_call(survivals: list[PeerError]) -> None:
     with pytest.raises(KeyError, match="mine"):
         Host(KeyError("mine")).call()
@@ -137,13 +144,14 @@ def test_a_call_that_is_entered_again_begins_with_the_attributes_of_its_first_be
     host, begins = Host(PeerError("rank 1")), list[Any]()
 
     def run() -> str:
-        begins.append(host.recovery.put_back_start({"callback": attributes})["callback"])
+        begins.append(host.recovery.at_start({"callback": attributes}, "cpu").get("callback"))
         attributes["seen"].append(2)
         attributes["mean"] += 1
         return host.run()
 
     host.call(run)
-    assert [begin["seen"] for begin in begins] == [[1], [1]]
-    assert [begin["mean"].tolist() for begin in begins] == [[0, 0], [0, 0]]
+    assert begins[0] is None
+    assert (begins[1]["seen"], begins[1]["mean"].tolist()) == ([1], [0, 0])
+    host.errors.append(PeerError("rank 2"))
     host.call(run)
-    assert begins[2]["seen"] == [1, 2, 2], "a later call has a begin of its own"
+    assert begins[3]["seen"] == [1, 2, 2], "a later call has a begin of its own"
