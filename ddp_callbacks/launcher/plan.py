@@ -126,6 +126,7 @@ def starts(
             "defaults": _defaults(place),
             "store": node.words(node.python, *_STORE) if number == 0 else [],
             "bind": job.bind,
+            "patience": job.heartbeat_timeout if job.keep_going else None,
         }
 
 

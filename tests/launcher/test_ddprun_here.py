@@ -138,6 +138,28 @@ def test_a_job_goes_on_without_a_killed_process_and_replaces_it(tmp_path: Path) 
     assert log.read_text() == "rank 0, new: None\nrank 0, new: 1\n''\n"
 
 
+STOPS = """
+import os, pathlib, signal, time
+if os.environ["RANK"] == "1":
+    if "DDP_CALLBACKS_SUCCESSOR" not in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pathlib.Path("new").touch()
+while not os.path.exists("new"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.waits(2)
+def test_a_job_goes_on_without_a_process_that_stays_stopped(tmp_path: Path) -> None:
+    flags = ("-H", "localhost:2", "--keep-going", "--heartbeat-timeout", "2")
+    done = ddprun(*flags, write(tmp_path, STOPS), cwd=tmp_path, COLD_PYTHON="1")
+    assert done.returncode == 0, done.stderr
+    assert "ddprun: rank 1 on localhost was killed by SIGKILL; continuing with 1 process" in done.stderr.splitlines()
+    (log,) = tmp_path.glob("ddprun-logs/*/rank-1.log")
+    assert log.read_text() == "ddprun kills this process, which was stopped for too long\n"
+
+
 def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:
     script = "import os, time\nif os.environ['RANK'] == '1': raise KeyError('x')\nwhile True: time.sleep(1)"
     done = ddprun("-H", "localhost:2", "--keep-going", write(tmp_path, script), cwd=tmp_path)

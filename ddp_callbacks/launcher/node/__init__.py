@@ -9,6 +9,7 @@ So it imports only the standard library and its own parts. Linux::
     link        the connection to the launcher
     binding     chooses the cores of each rank
     processes   starts processes, and reads their state from the kernel
+    stopped     kills ranks that were stopped for long
 
 Messages are lines of JSON, ``{"do": NAME, ...}``, whose texts may hold any bytes (os.fsencode). A message on standard
 input calls the method ``do_NAME``, or the function of that name in ``answers``. Standard output begins with

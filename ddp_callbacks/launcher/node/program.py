@@ -19,10 +19,12 @@ from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, start, start_rank
+from ddp_callbacks.launcher.node.stopped import Stopped
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks the job to stop
 _LOOK = 0.25  # seconds between two checks whether the launcher is silent
+_KILLED = "ddprun kills this process, which was stopped for too long\n"
 _NAMES = {number.value: number.name for number in signal.Signals}  # without most real-time signals
 _TICK = 0.02  # seconds between two checks of the processes while the job ends or is asked to stop
 
@@ -54,6 +56,7 @@ class Node:
         self._ranks: dict[int, Rank] = {}  # by process id
         self._starts: dict[int, Start] = {}  # by rank
         self._ending = Ending(self._ranks.keys())
+        self._stopped = Stopped()
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
         self._store_input: int | None = None
@@ -69,6 +72,8 @@ class Node:
             self._wait()
             self._ending.look()
             self._reap()
+            for rank in self._stopped.kill(self._ranks):
+                self._link.tell("wrote", rank=rank, stream="e", data=_KILLED)
             if self._halts and not self._leaves and self._ending.is_quiet():
                 self._get_ready()
         self._end_store()
@@ -100,12 +105,14 @@ class Node:
         defaults: dict[str, str],
         store: list[str],
         bind: str,
+        patience: float | None,
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
         ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
-        before this node's own.
+        before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed.
         """
+        self._stopped.patience = patience
         found = {**defaults, **os.environ, **environ}
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
@@ -199,11 +206,13 @@ class Node:
         """Collect ended children, including orphans of the job; report the end of a rank after its output."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 return
             if not pid:
                 return
+            if self._stopped.note(pid, status):
+                continue
             if pid in self._ranks:
                 self._report_end(self._ranks.pop(pid), os.waitstatus_to_exitcode(status))
             elif self._store is not None and pid == self._store.pid:
