@@ -3,8 +3,9 @@
 - :mod:`.file`: ``CheckpointFile``, which all ranks write and read together
 - :mod:`.format`: what is in the file, which files are refused, and what runs must have in common
 - :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
-- :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
+- :mod:`.transfer`: what rank 0 does for all, and the bytes between ranks
 - :mod:`.resume`: what all hosts share: options, when to write a file, when to stop
+- :mod:`.recovery`: copies of a run in memory, from which it continues without processes that died
 - :mod:`.attributes`: plain attributes of a user's objects that a run changes
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
