@@ -44,9 +44,13 @@ def is_wanted() -> bool:
 
 
 class Recovery:
-    """Lets the calls of one Trial or Trainer continue without processes that died. Every rank has one."""
+    """Lets the calls of one Trial or Trainer continue without processes that died. Every rank has one.
 
-    _is_inside: ClassVar[bool] = False  # whether a call is running, of this object or of another one
+    Attributes:
+        is_inside: Whether a call is running, of this object or of another one.
+    """
+
+    is_inside: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._file: io.BytesIO | None = None  # the copy, if the current call has one
@@ -59,7 +63,7 @@ class Recovery:
         Args:
             let_go: Lets the host forget the call that has failed.
         """
-        if Recovery._is_inside:
+        if Recovery.is_inside:
             return method()
         with self._one_call():
             while True:
@@ -71,12 +75,12 @@ class Recovery:
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
-        Recovery._is_inside = True
+        Recovery.is_inside = True
         note_call()
         try:
             yield
         finally:
-            self._file, self._number, self._at_start, Recovery._is_inside = None, 0, {}, False
+            self._file, self._number, self._at_start, Recovery.is_inside = None, 0, {}, False
 
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
         """Return the attributes of the host's objects as they were when the call began; at that begin, nothing. Local.

@@ -178,6 +178,11 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def tear_down(trainer: Any) -> None:
+    """Let a Trainer forget a run, as it does after an exception, without its hooks."""
+    trainer._teardown()
+
+
 def validation_interval(trainer: Any) -> Any:
     """Return the seconds between validations, if time decides when to validate; otherwise ``None``."""
     return getattr(trainer, "_val_check_time_interval", None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.lightning import loggers
+from ddp_callbacks.lightning import _parts, loggers
 from ddp_callbacks.process_group.survivors import note_call
 
 
@@ -45,7 +45,7 @@ class _Begin:
         """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
         trainer = self._trainer
         places = trainer.strategy.places  # before the teardown
-        trainer._teardown()
+        _parts.tear_down(trainer)
         trainer.state.stage, trainer.should_stop = self._stage, False
         for part, training in self._modes:
             part.training = training

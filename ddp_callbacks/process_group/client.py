@@ -24,7 +24,10 @@ _LEAVES = 2.0  # seconds that we wait for the thread to end
 
 
 class Board:
-    """Keeps the last message of each kind that a rank has heard, for threads that wait for it."""
+    """Keeps the last message of each kind that a rank has heard, for threads that wait for it.
+
+    Of requests for a gathering it keeps the first: a rank may ask when others have acted on the first one already.
+    """
 
     def __init__(self) -> None:
         self._messages: dict[tuple[str, str, int | None], Message] = {}
@@ -33,8 +36,10 @@ class Board:
 
     def note(self, message: Message) -> None:
         """Keep a message, and wake the waiting threads."""
+        key = message["event"], message.get("about", ""), message.get("run")
         with self._news:
-            self._messages[message["event"], message.get("about", ""), message.get("run")] = message
+            if message["event"] != "asked" or key not in self._messages:
+                self._messages[key] = message
             self._count += 1
             self._news.notify_all()
 

@@ -34,7 +34,7 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
         PeerError, RendezvousError: A member died or did not come, and the job does not continue without it.
     """
     global _members
-    _members = members
+    _members = members if members.may_change else None  # otherwise the group alone keeps the store
     connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
