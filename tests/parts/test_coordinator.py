@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.connection import Connection, Message
+from ddp_callbacks.process_group.client import Board
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Sent
 from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.server import Server
@@ -368,3 +369,11 @@ def test_a_limit_of_silence_that_is_no_number_is_refused(monkeypatch: pytest.Mon
     first, second = socket.socketpair()
     with first, second, pytest.raises(ConfigurationError, match=f"{HEARTBEAT_TIMEOUT} must be a positive number"):
         Connection(first, 0)
+
+
+def test_the_first_request_for_a_gathering_counts_although_another_one_comes_late() -> None:
+    board = Board()
+    for note in ("stop", "requeue"):
+        board.note({"event": "asked", "about": "decision 1", "run": None, "note": note})
+    heard = board.get("asked", "decision 1")
+    assert heard is not None and heard["note"] == "stop"
