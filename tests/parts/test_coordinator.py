@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.connection import Connection, Message
 from ddp_callbacks.process_group.client import Board
+from ddp_callbacks.process_group.connection import Connection, Message
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Sent
 from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.server import Server
