@@ -41,6 +41,7 @@ PRIVATE = (
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "torch.distributed:distributed_c10d._get_process_group_store",
     "torch.distributed:distributed_c10d._set_pg_timeout(timeout)",
+    "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
@@ -206,6 +207,12 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives."""
     return timeout_in(group._get_backend(devices_of(group)[0]).options)
+
+
+def forget_failed_group() -> None:
+    """After ``init_process_group`` has raised, let the next one name its group as on processes that have made none."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import set_timeout, timeout_of
+from ddp_callbacks._torch import forget_failed_group, set_timeout, timeout_of
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError, say
 from ddp_callbacks.process_group.members import Members
@@ -105,6 +105,7 @@ def leave_failed_group() -> None:
         here.failed = True
         here.leave()
         destroy_groups()
+    forget_failed_group()
 
 
 def _is_reported(here: Presence) -> bool:
