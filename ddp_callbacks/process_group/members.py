@@ -39,14 +39,13 @@ class Members:
         generation: The number of the list that this process follows; 0 is all that were started.
         admits: Whether this process forms groups with new members. The same on all members of a group.
         is_new: Whether this process takes the place of a lost one, and has not been in a group yet.
-        calls: How often :func:`.survivors.note_call` was called.
     """
 
     def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
         self._store, self._started = store, env
         self.may_change = bool(os.environ.get(KEEP_GOING))
         self.is_new = self.may_change and bool(os.environ.get(SUCCESSOR))
-        self.generation, self.admits, self.calls = 0, True, 0
+        self.generation, self.admits = 0, True
         self._ranks: list[Process] = [(rank, 0) for rank in range(env.world_size)]
 
     @property

@@ -18,6 +18,7 @@ from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_gr
 _CONNECTING = timedelta(seconds=15)  # gloo waits for a process that died after all had met
 
 _members: Members | None = None  # of the default group that this process has joined
+_calls = 0  # how often note_call was called, also before this process has joined
 
 
 class MembersChanged(PeerError):
@@ -35,12 +36,13 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
     """
     global _members
     _members = members if members.may_change else None  # otherwise the group alone keeps the store
+    members.admits = _calls <= 1
     connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
         try:
             store = meet(members, env, timeout)
-            calls = form_group(backend, store, env.rank, env.world_size, connecting, members.calls)
+            calls = form_group(backend, store, env.rank, env.world_size, connecting, _calls)
             break
         except (PeerError, RendezvousError, dist.DistError):
             if members.is_new and members.ended():
@@ -67,9 +69,10 @@ def note_call() -> None:
 
     New processes can only join the first one of a program: they run the program from its beginning.
     """
+    global _calls
+    _calls += 1
     if _members is not None:
-        _members.calls += 1
-        _members.admits = _members.calls == 1
+        _members.admits = _calls == 1
 
 
 def have_members_changed() -> bool:
