@@ -157,7 +157,7 @@ def test_a_job_goes_on_without_a_process_that_stays_stopped(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "ddprun: rank 1 on localhost was killed by SIGKILL; continuing with 1 process" in done.stderr.splitlines()
     (log,) = tmp_path.glob("ddprun-logs/*/rank-1.log")
-    assert log.read_text() == "ddprun kills this process, which was stopped for too long\n"
+    assert log.read_text().startswith("ddprun kills this process, which was stopped for too long\n")
 
 
 def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:
