@@ -21,7 +21,9 @@ Place = dict[str, Any]
 
 def places_of(loggers: Sequence[Any]) -> list[Place]:
     """Return each logger's version and, on rank 0, the number of lines of its CSV file, which it flushes. Local."""
-    return [{"version": _progress.version_of(logger), "lines": _count_lines(logger)} for logger in loggers]
+    lines = [_count_lines(logger) for logger in loggers]  # this chooses a version
+    versions = map(_progress.version_of, loggers)
+    return [{"version": version, "lines": count} for version, count in zip(versions, lines, strict=True)]
 
 
 def follow(loggers: Sequence[Any], places: Sequence[Place]) -> None:

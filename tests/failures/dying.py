@@ -213,7 +213,7 @@ def trainer(optimizer: str) -> dict[str, Any]:
             return [made], [torch.optim.lr_scheduler.StepLR(made, 1, 0.5)]
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    best = ModelCheckpoint("checkpoints", monitor="val_loss")
+    best = ModelCheckpoint(monitor="val_loss")  # in the folder of the log, whose version rank 0 chooses
     made = pl.Trainer(
         accelerator="cpu",
         devices=1,
