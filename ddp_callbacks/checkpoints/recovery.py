@@ -82,6 +82,11 @@ class Recovery:
         finally:
             self._file, self._number, self._at_start, Recovery.is_inside = None, 0, {}, False
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether this rank has a copy of the current call."""
+        return self._file is not None
+
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
         """Return the attributes of the host's objects as they were when the call began; at that begin, nothing. Local.
 

@@ -28,7 +28,7 @@ class RecoveringLauncher:
         if trainer.fast_dev_run:  # nobody keeps the state of such a run
             note_call()
             return call()
-        return self._recovery.call(call, _Begin(trainer).put_back)
+        return self._recovery.call(call, _Begin(trainer, self._recovery).put_back)
 
     def kill(self, _: int) -> None:
         """Do nothing: the processes are not children of this one."""
@@ -37,8 +37,8 @@ class RecoveringLauncher:
 class _Begin:
     """What a call of a Trainer begins with, and begins with again."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._stage = trainer, trainer.state.stage
+    def __init__(self, trainer: Any, recovery: Recovery) -> None:
+        self._trainer, self._recovery, self._stage = trainer, recovery, trainer.state.stage
         self._modes = [(part, part.training) for part in trainer.lightning_module.modules()]
 
     def put_back(self) -> None:
@@ -51,4 +51,5 @@ class _Begin:
             part.training = training
         trainer.strategy.set_world_ranks()  # the loggers ask which rank this is
         loggers.follow(trainer.loggers, places)
-        loggers.go_on(trainer.loggers, places)
+        if not self._recovery.has_copy:  # which knows later places
+            loggers.go_on(trainer.loggers, places)
