@@ -64,7 +64,8 @@ night: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 	@$(CUDA_PYTHON) -c 'import torch; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 	@echo "Skipped by name: all tests without a CUDA GPU; NCCL's, if NCCL refuses two ranks on one GPU; Torchbearer's without it"
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(CUDA_PYTHON) -m pytest -n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(CUDA_PYTHON) -m pytest -p xdist.plugin -p pytest_timeout \
+		-n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
 
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps

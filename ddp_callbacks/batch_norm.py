@@ -224,9 +224,9 @@ class _Normalize(torch.autograd.Function):
         x = at_least_float32(input)
         if batch.counts:
             # The kernel for evaluation: the part of dx from dy alone, and the two sums over this rank's values.
-            scale = None if weight is None else weight.to(x.dtype)
+            scale, saved = None if weight is None else weight.to(x.dtype), mean.new_empty(0)
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
-                dy.to(x.dtype), x, scale, mean, var, None, None, False, ctx.eps, [needs_input, True, True]
+                dy.to(x.dtype), x, scale, mean, var, saved, saved, False, ctx.eps, [needs_input, True, True]
             )
         else:
             dx, sum_dy_xhat, sum_dy = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)

@@ -18,17 +18,17 @@ _PLAIN = {type(None), bool, int, float, str}
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> bytes:
     """Encode the result of :func:`pack` as an 8-byte length, the JSON, and the tensors' raw bytes."""
-    specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    specs = [[str(tensor.dtype).removeprefix("torch."), [*tensor.shape], tensor.device.type] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors)])
 
 
-def decode(message: bytes, device: torch.device) -> Any:
-    """Return the value that was packed and encoded; places its tensors on ``device``."""
+def decode(message: bytes) -> Any:
+    """Return the value that was packed and encoded. Tensors of GPUs come to this process's current one."""
     offset = 8 + int.from_bytes(message[:8], "little")
     header, specs = json.loads(message[8:offset])
     tensors = []
-    for name, shape in specs:
+    for name, shape, device in specs:
         tensor = torch.empty(shape, dtype=getattr(torch, name))
         tensors.append(tensor_of(message[offset : offset + tensor.nbytes], tensor).to(device))
         offset += tensor.nbytes

@@ -21,7 +21,6 @@ from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
 _SMALL = 1 << 16  # bytes; a CPU tensor up to this size is sent as a message
-_CPU = torch.device("cpu")
 _GATHERED_NBYTES = 1 << 24  # bytes of all ranks together in one round
 
 
@@ -101,8 +100,8 @@ def all_gather_object(value: Any, doing: str, group: dist.ProcessGroup | None = 
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
-        One value per rank. Its tensors are on the device of the first tensor in this rank's ``value``, or on the CPU if
-        that has none. A single process gets its own tensors back.
+        One value per rank. Tensors of GPUs are on this process's current GPU, as in torch, and all others on the CPU. A
+        single process gets its own tensors back.
 
     Raises:
         TypeError: The value holds anything else. Nothing is sent.
@@ -111,8 +110,7 @@ def all_gather_object(value: Any, doing: str, group: dist.ProcessGroup | None = 
     header, tensors = pack(value)
     if get_world_size(group) == 1:
         return [unpack(header, tensors)]
-    home = tensors[0].device if tensors else _CPU
-    return [decode(found, home) for found in all_gather_bytes(encode(header, tensors), doing, group)]
+    return [*map(decode, all_gather_bytes(encode(header, tensors), doing, group))]
 
 
 def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> Any:
@@ -124,7 +122,7 @@ def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = N
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
-        Rank 0's value. Its tensors are on the CPU; a single process gets its own tensors back.
+        Rank 0's value, with its tensors where :func:`all_gather_object` places them.
 
     Raises:
         TypeError: On rank 0: the value holds anything else. Nothing is sent.
@@ -133,7 +131,7 @@ def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = N
     if get_world_size(group) == 1:
         return unpack(*pack(value))
     message = encode(*pack(value)) if get_rank(group) == 0 else b""
-    return decode(all_gather_bytes(message, doing, group)[0], _CPU)
+    return decode(all_gather_bytes(message, doing, group)[0])
 
 
 def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
