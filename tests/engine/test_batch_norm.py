@@ -212,7 +212,7 @@ def steps_of(case: Case, model: nn.Module, step_of: Callable[[int, Tensor, Tenso
         seen[-1]["grads"] = {name: grad.clone() for name, grad in grads.items()}
         optimizer.step()
         seen[-1]["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    x = batch_of(case, 9, 5)[0].requires_grad_()
+    x = batch_of(case, 9, 5)[0].to(next(model.parameters()).device).requires_grad_()
     model.starts = [0, 5, 5]  # type: ignore[assignment]
     return [*seen, {"evaluation": model.eval()(x).detach()} if has_statistics(model) else {}]
 
