@@ -5,6 +5,7 @@ All functions but :func:`describe_checkpoint` are collectives and block. With a 
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import warnings
@@ -20,6 +21,7 @@ from ddp_callbacks.comm.agreement import SHOWN, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
+from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -115,10 +117,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
 
 
 def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise if ranks share a GPU: NCCL's own error message names a bus and no remedy. A collective under NCCL."""
+    """Raise if ranks share a GPU (NCCL's own error message names a bus and no remedy). A collective under NCCL."""
     if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return
     seen = all_gather_object(_gpus_of(module), "the GPUs of the ranks", group)
+    if any(seen) and os.environ.get(KEEP_GOING):
+        raise ConfigurationError(
+            "ddprun --keep-going cannot continue a model that NCCL synchronizes: torch ends every process whose "
+            'communicator has lost one. Choose backend="gloo" (process_group_backend= of the strategy), or leave out '
+            "--keep-going."
+        )
     for gpu in sorted(set().union(*seen)):
         sharing = [describe_rank(resolve_group(group), rank) for rank, gpus in enumerate(seen) if gpu in gpus]
         if len(sharing) > 1:

@@ -15,6 +15,7 @@ from kit.ranks import HOSTNAME, Nursery, note, run_distributed
 from trainers import Net, loader, quiet, trainer
 
 from ddp_callbacks import join_process_group, leave_process_group, replicas
+from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import gpu
@@ -158,13 +159,16 @@ def broadcast_from(gpus: list[str]) -> str:
     return str(model.weight.item())
 
 
-def broadcast_on_gpus() -> tuple[str, str]:
-    return broadcast_from(["GPU-7", "GPU-7"]), broadcast_from(["GPU-0", "GPU-1"])
+def broadcast_on_gpus() -> tuple[str, ...]:
+    found = [broadcast_from(gpus) for gpus in (["GPU-7", "GPU-7"], ["GPU-0", "GPU-1"])]
+    os.environ[KEEP_GOING] = "1"
+    return *found, broadcast_from(["GPU-0", "GPU-1"])
 
 
 def test_two_processes_with_their_models_on_one_gpu_are_named_before_they_train() -> None:
     """An error names processes that share a GPU."""
-    for shared, apart in run_distributed(broadcast_on_gpus, 2):
+    for shared, apart, keep_going in run_distributed(broadcast_on_gpus, 2):
+        assert "ddprun --keep-going cannot continue" in keep_going and 'backend="gloo"' in keep_going
         assert f"every rank needs a separate GPU, but the models of rank 0 (host {HOSTNAME}" in shared
         assert "and rank 1" in shared and "on the same one, GPU-7" in shared
         assert "Start at most as many processes on a host as it has GPUs" in shared

@@ -85,6 +85,15 @@ def test_a_gradient_is_in_memory_once() -> None:
 
 
 @WORLD
+def test_random_states_beside_values_on_a_gpu_arrive_on_the_cpu() -> None:
+    with MadeUpGpu():
+        mine = {"loss": torch.ones(1).to(CUDA), "random": torch.get_rng_state()}
+        for found in all_gather_object(mine, "the metrics"):
+            assert found["loss"].is_cuda and not found["random"].is_cuda
+            torch.default_generator.set_state(found["random"])
+
+
+@WORLD
 def test_a_cuda_graph_of_a_backward_is_refused() -> None:
     """An error refuses a backward in a CUDA graph."""
     with MadeUpGpu():
