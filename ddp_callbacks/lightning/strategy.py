@@ -63,7 +63,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     _sync: Sync
     _skip_batch: SkipBatch | None
     _divides = True  # use_distributed_sampler, as the user has set it
-    places: Sequence[Place] = ()  # of rank 0's logs at the begin of the call, if it may begin again
+    places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
     _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
@@ -145,7 +145,11 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             self._met.replace_once(_parts.connector(self._trainer, "data"), _parts.PREPARE_DATA, _prepare_data)
         self.begin_resuming(self._trainer)
         if self.recovery is not None:
-            self.places = broadcast_object(places_of(self._trainer.loggers), "the places of the logs")
+            self.note_places()
+
+    def note_places(self) -> None:
+        """Note the places of rank 0's logs, which another rank may continue. A collective."""
+        self.places = broadcast_object(places_of(self._trainer.loggers), "the places of the logs")
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 

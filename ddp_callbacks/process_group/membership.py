@@ -106,7 +106,7 @@ def join_process_group(
     env, store = open_store(env, timeout)
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
-    return form_group_of(Members(store, env), chosen, timeout)
+    return form_group_of(Members(store, env), chosen, timeout)[0]
 
 
 def leave_process_group() -> None:

@@ -56,6 +56,12 @@ def test_an_exception_still_ends_all_with_its_own_text(nursery: Nursery, tmp_pat
     assert other.noted_at["error"] - unlucky.noted_at["error"] < 10 * other.slowness  # it awaits no new list of members
 
 
+@pytest.mark.cold
+def test_a_process_dies_when_only_some_know_that_all_have_come_to_the_end_of_a_call(tmp_path: Path) -> None:
+    printed = prove(tmp_path, "trial", "sgd", 3, {0: ("unheard", 1), 2: ("ended", 1)}, "often")
+    assert "ddprun: done, with 1 of 3 processes lost on the way" in printed, printed
+
+
 # --- anywhere ---------------------------------------------------------------------------------------------------------
 
 SEED = os.environ.get("SEED", str(datetime.date.today()))
@@ -74,6 +80,8 @@ PHASES = {
     "start": 1,
     "meeting": 1,
     "connecting": 1,
+    "end": 2,
+    "ended": 1,
 }
 
 

@@ -13,6 +13,7 @@ from ddp_callbacks.checkpoints import recovery
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, WorkerEnv
 from ddp_callbacks.errors import PeerError
+from ddp_callbacks.process_group import survivors
 from ddp_callbacks.process_group.members import Members
 
 SIZE = 4
@@ -105,32 +106,35 @@ class Host:
     """Its method fails so often before it returns, by whatever error."""
 
     def __init__(self, *errors: Exception) -> None:
-        self.errors, self.recovery, self.let_go = list(errors), Recovery(), 0
+        self.errors, self.recovery, self.begun_again, self.followed = list(errors), Recovery(), 0, 0
 
     def run(self) -> str:
         if self.errors:
             raise self.errors.pop(0)
         return "done"
 
-    def call(self, method: Any = None) -> str:
-        def let_go() -> None:
-            self.let_go += 1
+    def begin_again(self) -> None:
+        self.begun_again += 1
 
-        return self.recovery.call(method or self.run, let_go)  # type: ignore[no-any-return]
+    def follow(self) -> None:
+        self.followed += 1
+
+    def call(self, method: Any = None) -> str:
+        return self.recovery.call(method or self.run, self)  # type: ignore[no-any-return]
 
 
 def test_the_outermost_call_is_entered_again_as_often_as_others_die(survivals: list[PeerError]) -> None:
     first, second = PeerError("rank 1"), PeerError("rank 0")
     host = Host(first, second)
     assert host.call(host.call) == "done"
-    assert (survivals, host.let_go) == ([first, second], 2)
+    assert (survivals, host.begun_again, host.followed) == ([first, second], 2, 2)
 
 
 def test_a_call_of_another_object_inside_is_left_to_the_outermost_one(survivals: list[PeerError]) -> None:
     error = PeerError("rank 1")
     outer, inner = Host(), Host(error)
     assert outer.call(inner.call) == "done"
-    assert (survivals, outer.let_go, inner.let_go) == ([error], 1, 0)
+    assert (survivals, outer.begun_again, inner.begun_again) == ([error], 1, 0)
 
 
 def test_another_error_ends_the_call(survivals: list[PeerError]) -> None:
@@ -155,3 +159,37 @@ def test_a_call_that_is_entered_again_begins_with_the_attributes_of_its_first_be
     host.errors.append(PeerError("rank 2"))
     host.call(run)
     assert begins[3]["seen"] == [1, 2, 2], "a later call has a begin of its own"
+
+
+def test_a_call_that_is_over_everywhere_returns_although_a_process_has_died_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lose(flag: bool, doing: str) -> None:
+        raise PeerError(doing)
+
+    monkeypatch.setattr(recovery, "any_rank", lose)
+    monkeypatch.setattr(recovery, "form_anew", lambda error: True)
+    host = Host()
+    assert host.call() == "done"
+    assert (host.begun_again, host.followed) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "is_over"),
+    [
+        (2, [2], True),
+        (2, [1], False),
+        (2, [2, 1], False),
+        (2, [3], True),  # it has returned, so all had come to the end
+        (2, [2, 0], False),  # a new process has the call before it
+        (1, [1], False),
+        (3, [2], False),
+        (4, [4, 5], True),
+    ],
+)
+def test_a_call_is_over_if_nobody_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, own: int, others: list[int], is_over: bool
+) -> None:
+    monkeypatch.setattr(survivors, "_position", own)
+    assert survivors._is_over([own, *others]) == is_over
+    assert survivors._position == (own if is_over or own % 2 else own - 1)
