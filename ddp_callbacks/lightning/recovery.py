@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.lightning import _parts, loggers
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group.survivors import note_call
 
 
@@ -34,7 +34,7 @@ class RecoveringLauncher:
             trainer.strategy.note_places()
             return result
 
-        return self._recovery.call(call_and_note, _Begin(trainer, self._recovery))
+        return self._recovery.call(call_and_note, _Begin(trainer))
 
     def kill(self, _: int) -> None:
         """Do nothing: the processes are not children of this one."""
@@ -43,8 +43,10 @@ class RecoveringLauncher:
 class _Begin:
     """What a call of a Trainer begins with, and begins with again."""
 
-    def __init__(self, trainer: Any, recovery: Recovery) -> None:
-        self._trainer, self._recovery, self._stage = trainer, recovery, trainer.state.stage
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._stage = trainer, trainer.state.stage
+        self._places = trainer.strategy.places  # at the end of the call before
+        trainer.strategy.places = ()
         self._modes = [(part, part.training) for part in trainer.lightning_module.modules()]
 
     def begin_again(self) -> None:
@@ -58,8 +60,5 @@ class _Begin:
     def follow(self) -> None:
         """Take the new rank, and let the loggers log to where rank 0's did."""
         trainer = self._trainer
-        places = trainer.strategy.places
         trainer.strategy.set_world_ranks()  # the loggers ask which rank this is
-        loggers.follow(trainer.loggers, places)
-        if not self._recovery.has_copy:  # which knows later places
-            loggers.go_on(trainer.loggers, places)
+        trainer.strategy.follow_places(trainer.strategy.places or self._places)
