@@ -25,6 +25,7 @@ from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.resume import Content, Interval, ResumableRun, ResumeOptions
 from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import get_rank
@@ -80,6 +81,7 @@ class Recovery:
         """
         if Recovery.is_inside:
             return method()
+        random_state = get_global_state()
         with self._one_call():
             while True:
                 try:
@@ -94,6 +96,7 @@ class Recovery:
                         return result
                     host.begin_again()
                     host.follow()
+                    set_global_state(random_state)
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:

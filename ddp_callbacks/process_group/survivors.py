@@ -47,7 +47,7 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> tuple[W
             store = meet(members, env, timeout)
             positions = form_group(backend, store, env.rank, env.world_size, connecting, _position)
             break
-        except (PeerError, RendezvousError, dist.DistError):
+        except (PeerError, RendezvousError, RuntimeError):  # gloo's are plain ones
             if members.is_new and members.ended():
                 say("the job ends before this process could join it")
                 raise SystemExit(0) from None

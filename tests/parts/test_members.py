@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -91,6 +92,26 @@ def test_without_the_option_the_list_counts_nowhere(monkeypatch: pytest.MonkeyPa
     assert not one.await_change() and one.follow().world_size == SIZE
 
 
+def test_a_member_that_dies_while_gloo_connects_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, errors = dist.HashStore(), [RuntimeError("Gloo connectFullMesh failed with Connect timeout [none]")]
+    one = members(store, 1)
+
+    def form_group(*_: Any) -> list[int]:
+        if errors:
+            list_of(store, 1, 1, 2)
+            raise errors.pop()
+        return [0, 0]
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(SIZE))
+    monkeypatch.setattr(survivors, "_members", None)
+    monkeypatch.setattr(survivors, "meet", lambda *_: store)
+    monkeypatch.setattr(survivors, "form_group", form_group)
+    monkeypatch.setattr(survivors, "set_timeout", lambda _: None)
+    env, _ = survivors.form_group_of(one, "gloo", timedelta(seconds=60))
+    assert (env.rank, env.world_size, one.generation) == (0, 2, 1)
+
+
 # --- entering a call again --------------------------------------------------------------------------------------------
 
 
@@ -145,17 +166,19 @@ def test_another_error_ends_the_call(survivals: list[PeerError]) -> None:
 
 def test_a_call_that_is_entered_again_begins_with_the_attributes_of_its_first_begin(survivals: list[PeerError]) -> None:
     attributes: dict[str, Any] = {"seen": [1], "mean": torch.zeros(2)}
-    host, begins = Host(PeerError("rank 1")), list[Any]()
+    host, begins, drawn = Host(PeerError("rank 1")), list[Any](), list[float]()
 
     def run() -> str:
         begins.append(host.recovery.at_start({"callback": attributes}, "cpu").get("callback"))
         attributes["seen"].append(2)
+        drawn.append(torch.rand(()).item())
         attributes["mean"] += 1
         return host.run()
 
     host.call(run)
     assert begins[0] is None
     assert (begins[1]["seen"], begins[1]["mean"].tolist()) == ([1], [0, 0])
+    assert drawn[1] == drawn[0], "the random state is that of the begin, too"
     host.errors.append(PeerError("rank 2"))
     host.call(run)
     assert begins[3]["seen"] == [1, 2, 2], "a later call has a begin of its own"

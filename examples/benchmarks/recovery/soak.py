@@ -143,7 +143,7 @@ def train(epochs: int) -> None:
     model = torch.nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=0.01)
     callbacks = [Times(), *([DDPCallback()] if "RANK" in os.environ else [])]
-    trial = Trial(model, optimizer, torch.nn.CrossEntropyLoss(), callbacks=callbacks)
+    trial = Trial(model, optimizer, torch.nn.CrossEntropyLoss(), callbacks=callbacks).to("cpu", torch.float64)
     trial.with_generators(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), BATCH, shuffle=True))
     trial.run(epochs, verbose=0)
     if get_rank() == 0:
