@@ -147,11 +147,13 @@ class Recovery:
         Raises:
             MembersChanged: On every rank: the launcher has new members, which continue from this copy, too.
         """
-        ranks, changed = zip(*all_gather_object((pack_own(own), have_members_changed()), _COPY), strict=True)
+        is_asked = get_rank() == 0  # others may not have heard of the change yet
+        mine = pack_own(own), is_asked and have_members_changed()
+        ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
         file = io.BytesIO()
         torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
         self._file, self._number = file, self._number + 1
-        if changed[0]:
+        if any(changed):
             raise MembersChanged("the launcher has other members")
 
 

@@ -5,11 +5,11 @@ A *successor* is a new process for a lost rank. It takes part once it is ready t
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End
@@ -86,11 +86,10 @@ class Members:
         self._generation += 1
         return self.successors.pop(rank)
 
-    def as_json(self) -> str:
-        """Return the value of :data:`ddp_callbacks.environment.MEMBERS`."""
-        replaced = {rank: count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
-        known = {"generation": self._generation, "ranks": sorted(self.ranks)}
-        return json.dumps(known | ({"replaced": replaced} if replaced else {}))
+    def listed(self) -> dict[str, Any]:
+        """Return the ``members`` of :data:`ddp_callbacks.environment.NEWS`."""
+        replaced = {str(rank): count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
+        return {"generation": self._generation, "ranks": sorted(self.ranks), "replaced": replaced}
 
 
 def _ranks(ends: Sequence[End]) -> set[int]:

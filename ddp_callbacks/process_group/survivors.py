@@ -38,13 +38,13 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> tuple[W
         PeerError, RendezvousError: A member died or did not come, and the job does not continue without it.
     """
     global _members
-    _members = members if members.may_change else None  # otherwise the group alone keeps the store
+    _members = members
     members.admits = _position <= 2
     connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
         try:
-            store = meet(members, env, timeout)
+            env, store = meet(members, env, timeout)
             positions = form_group(backend, store, env.rank, env.world_size, connecting, _position)
             break
         except (PeerError, RendezvousError, RuntimeError):  # gloo's are plain ones
