@@ -122,3 +122,13 @@ def test_a_checksum_sees_every_entry_of_a_long_array() -> None:
     changed = long.index_fill(0, torch.tensor([2500]), 0)
     for one, other in ((long, changed), ([long.numpy()], [changed.numpy()])):
         assert checksum_of(one) != checksum_of(other)
+
+
+def test_a_checksum_sees_every_bit_of_a_long_array() -> None:
+    long = torch.randn(1 << 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).view(torch.int64)
+    whole = checksum_of(long)
+    for at in range(0, 1024, 31):  # of the columns that are summed
+        for bit in range(64):
+            flipped = long.clone()
+            flipped[at] ^= 1 << bit if bit < 63 else -(1 << 63)
+            assert checksum_of(flipped) != whole, f"bit {bit} of word {at}"
