@@ -16,7 +16,6 @@ from ddp_callbacks.comm.codec import decode, encode, pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-CPU = torch.device("cpu")
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex128, torch.complex64, torch.complex32, torch.bool),
@@ -63,7 +62,7 @@ def received(tensor: Tensor) -> Tensor:
 
 
 def sent(value: Any) -> Any:
-    return decode(encode(*pack(value)), CPU)
+    return decode(encode(*pack(value)))
 
 
 @settings(max_examples=100, deadline=None)  # the machine is shared
