@@ -6,23 +6,20 @@ All functions but :func:`describe_checkpoint` are collectives and block. With a 
 from __future__ import annotations
 
 import os
-import platform
-import socket
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import non_persistent_buffers
-from ddp_callbacks.comm.agreement import SHOWN, require_agreement
-from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
+from ddp_callbacks.comm.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
 from ddp_callbacks.environment import KEEP_GOING
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
@@ -168,22 +165,17 @@ def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.Proce
             tensor.copy_((part / total).view(tensor.shape))
 
 
-_REMEDY = (
-    "All ranks start with the same values and apply the same gradients, so something has changed them on some ranks "
-    "alone: a hook or callback that asks for the rank or draws from a random state of its own, a step that not all "
-    "ranks took, a buffer that each computes from its own part of the data (register it with persistent=False), or "
-    "faulty memory."
-)
-
-
 def checksum_of_replica(module: torch.nn.Module) -> int:
     """Return a checksum of the bits of the tensors that :func:`require_equal_replicas` compares. Local."""
-    return hash(tuple(checksum_of_memory(memory_of(tensor)) for _, tensor in _compared(module)))
+    return checksum_of_all(dict(_compared(module)))
 
 
-@torch.no_grad()
 def require_equal_replicas(
-    module: torch.nn.Module, when: str, group: dist.ProcessGroup | None = None, note: Json = None
+    module: torch.nn.Module,
+    when: str,
+    group: dist.ProcessGroup | None = None,
+    note: Json = None,
+    on_divergence: OnDivergence = "raise",
 ) -> list[Json]:
     """Raise unless the parameters and persistent buffers of ``module`` are equal on all ranks. A collective.
 
@@ -197,6 +189,8 @@ def require_equal_replicas(
         when: The moment, for the message: "at the end of epoch 3".
         group: ``None`` is the default group.
         note: JSON data to send along.
+        on_divergence: ``"repair"``: all ranks get the bits that more than half of them have, and rank 0 says so;
+            without such a majority, all raise.
 
     Returns:
         Every rank's note.
@@ -208,28 +202,9 @@ def require_equal_replicas(
     if get_world_size(group) == 1:
         return [note]
     named = dict(_compared(module))
-    whole = checksum_of_replica(module)
-    own = [whole, _processor(named), socket.gethostname(), note]
-    found, processors, hosts, notes = zip(*all_gather_object(own, "the comparison of the replicas", group), strict=True)
-    if all(other == whole for other in found):
-        return list(notes)
-    checksums = [checksum_of_memory(memory_of(tensor)) for tensor in named.values()]
-    by_rank = all_gather_object(checksums, "the checksums of the replicas", group)
-    differing = [name for name, found in zip(named, zip(*by_rank, strict=True), strict=True) if len(set(found)) > 1]
-    distances = all_gather_object([_take(named[name], group) for name in differing], "distances of the replicas", group)
-    lines = [
-        _line(name, [found[list(named).index(name)] for found in by_rank], max(map(float, distance)), hosts)
-        for name, distance in zip(differing, zip(*distances, strict=True), strict=True)
-        if any(distance)
-    ]
-    if not lines:
-        return list(notes)
-    more = f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    text = f"the ranks hold different models {when}:\n  " + "\n  ".join(lines[:SHOWN]) + more + "\n"
-    if len(set(processors)) == 1:
-        raise MismatchError(text + _REMEDY)
-    warnings.warn(f"{text}They compute on {', '.join(processors)}; all continue with rank 0's.", stacklevel=2)
-    return list(notes)
+    found = exchange_checksums(named, note, group)
+    settle(named, found, when, on_divergence, group)
+    return [each.note for each in found]
 
 
 def require_same_checkpoint(loaded: str | None, source: str, group: dist.ProcessGroup | None = None) -> None:
@@ -277,31 +252,3 @@ def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module.named_buffers():
         if id(buffer) not in caches and is_dense(buffer):
             yield f"buffer {name}", buffer
-
-
-def _take(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    """Overwrite ``tensor`` with rank 0's; return the largest distance between the two."""
-    of_rank_0 = broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), "the replica of rank 0", group)
-    is_equal = (tensor == of_rank_0) | ((tensor != tensor) & (of_rank_0 != of_rank_0))
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    distance = (tensor.to(wide) - of_rank_0.to(wide)).abs().nan_to_num(nan=torch.inf)
-    farthest = float(torch.where(is_equal, 0.0, distance).max())
-    if get_rank(group) != 0:
-        tensor.copy_(of_rank_0)
-    return farthest
-
-
-def _line(name: str, checksums: list[int], distance: float, hosts: Sequence[str]) -> str:
-    """Name the ranks that differ from the majority, and the largest distance from rank 0."""
-    usual = Counter(checksums).most_common(1)[0][0]
-    others = [rank for rank, found in enumerate(checksums) if found != usual]
-    ranks = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in others)
-    most = ", ".join(str(rank) for rank, found in enumerate(checksums) if found == usual)
-    return f"{name}: {ranks} differ{'s' * (len(others) == 1)} from rank {most}, by up to {distance:.3g}"
-
-
-def _processor(named: dict[str, torch.Tensor]) -> str:
-    device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

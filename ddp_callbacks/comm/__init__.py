@@ -5,7 +5,7 @@
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
 - :mod:`.collectives`: plain data, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`: consistency checks
+  :mod:`.agreement`, :mod:`.equality`: consistency checks of settings and of tensors
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory` (in :mod:`.segments`),
   :mod:`.hierarchical`

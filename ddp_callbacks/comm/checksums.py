@@ -60,7 +60,8 @@ def checksum_of_memory(memory: torch.Tensor) -> int:
     if memory.numel() <= _SMALL:
         memory = memory.cpu()
         return zlib.crc32(ctypes.string_at(memory.data_ptr(), memory.numel()))
-    factors = torch.arange(_COLUMNS, device=memory.device).mul_(0x9E3779B97F4A7C1).add_(0x2545F4914F6CDD1D)
+    # All odd: an even factor would move the highest bit of a word, a sign, out of the 64 bits of the sum.
+    factors = torch.arange(_COLUMNS, device=memory.device).mul_(0x9E3779B97F4A7C2).add_(0x2545F4914F6CDD1D)
     words = memory[: memory.numel() // 8 * 8]
     words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
     rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)

@@ -25,6 +25,7 @@ from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.metadata import MetadataFormat
+from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
 
 
@@ -41,6 +42,7 @@ class Reducer:
         rounds: The number of complete synchronizations.
         outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
         carried: All ranks' numbers from the last synchronization that had some, by rank.
+        times: This rank's times between the waits for sums.
 
     Args:
         dense, sparse: The parameters with dense and with sparse gradients.
@@ -66,6 +68,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
+        self.times = StepTimes()
         assigned = assign_buckets(dense, bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
@@ -86,6 +89,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
+        self.times.mark("in forward")
         if not self._is_finished:  # drop the sums and memory of the previous one
             for bucket in self.buckets:
                 bucket.pool.abandon()
@@ -113,6 +117,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
+        self.times.mark("in backward")
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -135,6 +140,7 @@ class Reducer:
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self.rounds += 1
+        self.times.mark(None)
 
     def _launch(self, bucket: Bucket) -> None:
         if self._launched:

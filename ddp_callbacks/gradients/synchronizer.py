@@ -36,6 +36,7 @@ from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse
 from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Undo
 
 
@@ -55,6 +56,7 @@ class GradientSynchronizer:
         rounds: The number of complete synchronizations; 0 with a single process.
         room: The ``room`` that was passed.
         carried: The numbers that the ranks passed to :meth:`carry` last, by rank.
+        times: This rank's times of the parts of a step. Who begins a batch marks the end of "between steps".
 
     Args:
         module: The module whose gradients are synchronized. Frozen parameters cost nothing, and may be unfrozen later.
@@ -89,6 +91,7 @@ class GradientSynchronizer:
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.room = room
+        self.times = StepTimes()
         self._module = module
         self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
@@ -109,6 +112,7 @@ class GradientSynchronizer:
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
         self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room)
+        self._reducer.times = self.times
         self._hooks = BackwardHooks(self._reducer, self._switch)
 
     @property
@@ -154,6 +158,7 @@ class GradientSynchronizer:
             A function that undoes the weight. Call it after the backward if backwards without a weight follow; in these
             all ranks count equally.
         """
+        self.times.mark("in forward")
         return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
 
     @property
@@ -175,6 +180,7 @@ class GradientSynchronizer:
             yield
         finally:
             self._switch.enabled = before
+            self.times.mark("in backward")
 
     def synchronize(self) -> None:
         """Join the other ranks' synchronization after a backward that reached none of the parameters.

@@ -43,6 +43,10 @@ class CallbackStrategy(CallbackStrategyMixin):
             It costs one small message in each step, and reading the loss from its GPU. ``None``: raise an error if only
             some return ``None``, and warn of the first loss that isn't finite. For automatic optimization, with an
             optimizer that computes the loss once per step.
+        on_divergence: Parameters and the optimizers' states are compared every few steps, and parameters and buffers at
+            the end of each epoch. If they differ, ``"raise"`` raises :class:`ddp_callbacks.errors.MismatchError`;
+            ``"repair"`` gives all processes the values that more than half of them have, and raises without such a
+            majority. With another ``sync``, they are compared at the end of each epoch only.
         bucket_cap_mb: The size in MiB at which a bucket of gradients is sent, as in ``DistributedDataParallel``; with
             another ``sync``, the size of the fragments of parameters.
         comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
@@ -73,7 +77,7 @@ class DDPCallback(DDPCallbackMixin):
     chooses its strategy, and with it rank and device. One callback may choose for several Trainers.
 
     Args:
-        batch_size, weight, reduction, sync, verify, skip_batch: See :class:`CallbackStrategy`.
+        batch_size, weight, reduction, sync, verify, skip_batch, on_divergence: See :class:`CallbackStrategy`.
         bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend: See :class:`CallbackStrategy`.
         timeout, start_method, accelerator, parallel_devices, cluster_environment: See :class:`CallbackStrategy`.
         checkpoint_io, precision_plugin: See :class:`CallbackStrategy`.

@@ -26,7 +26,9 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.loss_watch import LossWatch
+from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
+from ddp_callbacks.step_times import Part
 from ddp_callbacks.verification import Verify
 
 _SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
@@ -51,6 +53,9 @@ class Run:
         self._verify = verify  # for the next batch
         self._losses = LossWatch()
         self.batches = batches
+        self._checks: ReplicaChecks | None = None
+        if synchronizer is not None:
+            self._checks = ReplicaChecks(model, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = Replacements()
         self.metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
         self._exit.callback(self.metrics.close)
@@ -109,7 +114,9 @@ class Run:
         training = self._trainer.training
         combined = _parts.active_loader(self._trainer)
         loaders = _parts.loaders_of_batch(combined, dataloader_idx)
+        self._mark("between steps")
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
+        self._mark(None)
         if training:
             self._trained += self.batches.share.local
             joins_steps = self._local is None or self._local.is_last_step
@@ -223,10 +230,17 @@ class Run:
                 merge_buffers(model, self._trained)
         self._trained = 0
 
+    def _mark(self, part: Part | None) -> None:
+        if self._trainer.training and self._checks is not None:
+            self._checks.times.mark(part)
+
     def _before_batch_end(self) -> None:
         results = _logged.results_of(self._trainer)
         results.end_batch()
         self.end_batch()
+        if self._trainer.training and self._checks is not None:
+            optimizers = self._trainer.strategy.optimizers
+            self._checks.after_step(optimizers, self._trainer.current_epoch, self._trainer.fit_loop.batch_idx)
         if self._trainer.training or results.joins_steps:  # otherwise some ranks may have more batches
             self.decisions.pass_moment()
         if results.joins_steps and (self._is_read(results) or results.is_full):
@@ -281,7 +295,8 @@ class Run:
             checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
             random_state.accept(offered)
             if any(checksum != checksums[0] for checksum in checksums):
-                require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
+                when = f"at the end of epoch {self._trainer.current_epoch}"
+                require_equal_replicas(self._model, when, on_divergence=self._trainer.strategy.on_divergence)
         else:
             results.join(ends=True)
         results.end_pass()

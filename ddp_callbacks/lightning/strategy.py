@@ -18,6 +18,7 @@ from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
@@ -63,6 +64,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     results_class: Callable[..., JointResults]
     _sync: Sync
     _skip_batch: SkipBatch | None
+    on_divergence: OnDivergence
     _divides = True  # use_distributed_sampler, as the user has set it
     places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
     _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
@@ -76,6 +78,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         sync: Sync = "every_step",
         verify: Verify | None = "warn",
         skip_batch: SkipBatch | None = None,
+        on_divergence: OnDivergence = "raise",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -92,6 +95,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         check_sync(sync, comm_hook=comm_hook)
         check_verify(verify, sync)
         check_skip_batch(skip_batch, sync)
+        check_on_divergence(on_divergence)
         super().__init__(
             batch_size,
             weight,
@@ -106,7 +110,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._sync, self._skip_batch = sync, skip_batch
+        self._sync, self._skip_batch, self.on_divergence = sync, skip_batch, on_divergence
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
         self.recovery = Recovery() if is_wanted() else None
         self._met = Replacements()  # from joining the processes until teardown
@@ -193,7 +197,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if self.world_size > 1:
             require_same_checkpoint(*loaded)
             settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
-            _require_same_run(self._trainer, model, settings)
+            _require_same_run(self._trainer, model, settings | {"on_divergence": self.on_divergence})
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
                 self._synchronizer = GradientSynchronizer(model, room=1, **self._engine)

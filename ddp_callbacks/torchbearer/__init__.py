@@ -11,7 +11,7 @@ Torchbearer's events in order, and the callbacks that handle them::
           on_criterion         AllReduceGradients may end the closure here, or sets the weight of the backward
           backward             gradients are synchronized during backward
           on_backward          the gradients are those of the global batch: clip here
-        on_step_training       StopTogether, if a callback may stop there
+        on_step_training       StopTogether, every few steps, and if a callback may stop there
       on_end_training          SynchronizeBuffers, after ReduceMetrics has merged the metrics
       ... validation likewise; in predict() ShardData gathers the outputs
       on_end_epoch, on_checkpoint   with the merged metrics; then StopTogether compares the replicas
@@ -40,6 +40,7 @@ except ImportError as error:
 
 from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.local_sgd import Sync, check_sync
@@ -95,6 +96,10 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             and metrics don't count the batch; rank 0 reports it. If all batches of an epoch are skipped, all processes
             raise :class:`ddp_callbacks.errors.SkippedBatchError`. ``None``: the loss spoils the parameters, and the
             first one is a warning.
+        on_divergence: Parameters and the optimizer's state are compared every few steps, and parameters and buffers at
+            the end of each epoch. If they differ, ``"raise"`` raises :class:`ddp_callbacks.errors.MismatchError`;
+            ``"repair"`` gives all processes the values that more than half of them have, and raises without such a
+            majority. With another ``sync``, they are compared at the end of each epoch only.
         sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch, as by
             :class:`ddp_callbacks.BatchNormSynchronizer`, until ``run``, ``evaluate`` or ``predict`` returns or raises.
             A custom closure (``with_closure``) must then call ``on_criterion`` before the backward of each loss. With a
@@ -122,6 +127,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         compress: Compress = None,
         verify: Verify | None = "warn",
         skip_batch: SkipBatch | None = None,
+        on_divergence: OnDivergence = "raise",
         sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
         process_group: dist.ProcessGroup | None = None,
@@ -130,6 +136,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         check_sync(sync, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
         check_skip(skip_batch, sync)
+        check_on_divergence(on_divergence)
         if process_group is None:
             join_process_group(timeout=timeout)
         group = process_group
@@ -147,7 +154,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             synchronize,
             ReduceMetrics(weight, reduction, group),
             RankZeroOutput(also_rank_zero, group),
-            StopTogether(group),
+            StopTogether(on_divergence, group),
             *([Recover()] if group is None and is_wanted() else []),
         ]
         super().__init__(callbacks)

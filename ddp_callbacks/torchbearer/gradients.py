@@ -24,6 +24,7 @@ from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import (
     SHARE,
+    STEP_TIMES,
     WEIGHS_LOSS,
     DistributedCallback,
     LocalStates,
@@ -127,6 +128,7 @@ class AllReduceGradients(DistributedCallback):
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
             self._synchronizer = self._make(state[torchbearer.MODEL])
+            state[STEP_TIMES] = self._synchronizer.times
         if self._skip_batch is not None and self._bad is None:
             self._bad = BadBatches(self.process_group)
         self._skipped = 0

@@ -18,15 +18,18 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
+from ddp_callbacks.comm.equality import OnDivergence
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.torchbearer.base import (
     CALLS,
     DATA_KEYS,
     RANDOM_STATE,
     SHARE,
+    STEP_TIMES,
     WEIGHS_LOSS,
     DistributedCallback,
     LocalStates,
@@ -220,7 +223,10 @@ class SynchronizeBuffers(DistributedCallback):
 
 
 class StopTogether(DistributedCallback):
-    """Stop all ranks at the same step if any rank sets ``state[STOP_TRAINING]``. Compare the replicas after each epoch.
+    """Stop all ranks at the same step if any rank sets ``state[STOP_TRAINING]``. Compare the replicas.
+
+    In training passes whose gradients the ranks synchronize, parameters and the optimizer's state are compared every k
+    steps, see :class:`ddp_callbacks.replica_checks.ReplicaChecks`.
 
     At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
     (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the decisions to
@@ -230,11 +236,20 @@ class StopTogether(DistributedCallback):
     on one rank's running loss, ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the
     forward pass. This must be the last callback; it moves itself there.
 
+    Args:
+        on_divergence: See :func:`ddp_callbacks.comm.equality.settle`.
+        process_group: The ranks' process group; ``None`` is the default group.
+
     Raises:
         MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
     """
 
     _meeting: frozenset[str] = frozenset()  # the events after which the ranks agree
+    _checks: ReplicaChecks | None = None  # of this run's training
+
+    def __init__(self, on_divergence: OnDivergence = "raise", process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._on_divergence: OnDivergence = on_divergence
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -246,8 +261,19 @@ class StopTogether(DistributedCallback):
         callbacks = list(state[CALLBACK_LIST])
         stopping = (name for name, events in _MAY_STOP.items() if any(_may_stop(each, events) for each in callbacks))
         self._meeting = frozenset(stopping)
+        self._checks = None
+
+    def on_start_training(self, state: State) -> None:
+        if self._checks is None and self.world_size > 1 and STEP_TIMES in state:
+            self._checks = ReplicaChecks(state[MODEL], state[STEP_TIMES], self._on_divergence, self.process_group)
+
+    def on_sample(self, state: State) -> None:
+        if self._checks is not None:
+            self._checks.times.mark("between steps")
 
     def on_step_training(self, state: State) -> None:
+        if self._checks is not None:
+            self._checks.after_step([state[OPTIMIZER]], state[torchbearer.EPOCH], state[torchbearer.BATCH])
         self._agree(state, "on_step_training")
 
     def on_step_validation(self, state: State) -> None:
@@ -255,7 +281,9 @@ class StopTogether(DistributedCallback):
 
     def on_checkpoint(self, state: State) -> None:
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
-        stops = replicas.require_equal_replicas(state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]))
+        stops = replicas.require_equal_replicas(
+            state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
+        )
         state[STOP_TRAINING] = any(stops)
 
     def _agree(self, state: State, event: str) -> None:

@@ -1,11 +1,14 @@
-"""Replicas that differ are named at the end of the epoch, and those that do not are left alone."""
+"""Replicas that differ are named in mid-epoch or at its end, or repaired; those that do not differ are left alone."""
 
 from __future__ import annotations
 
 import copy
+import random
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +25,21 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchbearer import Callback
 from trainers import Net, fit, loader, quiet, trainer
 from trials import data, network, trial
+from ways import Way
 
+from ddp_callbacks import replica_checks
+from ddp_callbacks.comm import equality
 from ddp_callbacks.data.sharding import shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.torchbearer import DDPCallback
 
 WORLD = World(__name__)
+NIGHT = Way(3, tier="night")
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
 
@@ -79,11 +89,11 @@ def changed(change: Callable[[Any], Any], odd: int = 1) -> Odd:
     return model
 
 
-def said_of(model: nn.Module) -> str:
+def said_of(model: nn.Module, on_divergence: Any = "raise") -> str:
     """The message, which is the same on all ranks."""
     text = ""
     try:
-        require_equal_replicas(model, "at the end of epoch 3")
+        require_equal_replicas(model, "at the end of epoch 3", on_divergence=on_divergence)
     except MismatchError as error:
         text = str(error)
     assert by_rank(text) == [text] * dist.get_world_size()
@@ -111,6 +121,11 @@ def test_the_one_of_three_that_differs_is_named_also_if_it_is_the_first() -> Non
 
 
 @WORLD
+def test_of_two_that_differ_neither_repairs_the_other() -> None:
+    assert "there is no such majority. All ranks" in said_of(changed(lambda model: model.large.add_(1)), "repair")
+
+
+@WORLD
 def test_where_processors_differ_all_go_on_with_rank_0s_replica() -> None:
     model = changed(lambda model: model.large.add_(1e-6))
     processor = f"processor {dist.get_rank()}"
@@ -121,6 +136,133 @@ def test_where_processors_differ_all_go_on_with_rank_0s_replica() -> None:
         warnings.simplefilter("always")
         text = said_of(model)
     assert not text and "all continue with rank 0's" in str(caught[0].message) and torch.equal(model.large, Odd().large)
+
+
+# --- in mid-epoch -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compared_in_each_step() -> Iterator[None]:
+    with mock.patch.multiple(replica_checks, FIRST=1, steps_until_next=lambda *_: 1):
+        yield
+
+
+def stepped() -> tuple[Odd, torch.optim.Optimizer]:
+    """A replica whose parameters, and what Adam keeps of them, are nowhere zero."""
+    model, generator = Odd(), torch.Generator().manual_seed(2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+        optimizer.step()
+    return model, optimizer
+
+
+def flip(turns: int) -> None:
+    """One random bit, of one random tensor, on one random rank."""
+    model, optimizer = stepped()
+    tensors: dict[str, torch.Tensor] = {f"parameter {name}": p.data for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{key} of {name}": optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    # Where all bits of a tensor are: its elements may be in any order.
+    bits = {
+        name: (tensor.t() if tensor.dim() == 2 else tensor).view(-1).view(torch.uint8)
+        for name, tensor in tensors.items()
+    }
+    untouched = copy.deepcopy(bits)
+    draw, rank = random.Random(3), dist.get_rank()
+    with compared_in_each_step(), mock.patch.object(equality, "say") as said:
+        raises, repairs = (ReplicaChecks(model, StepTimes(), way) for way in ("raise", "repair"))
+        for turn in range(turns):
+            odd, name = draw.randrange(3), draw.choice(list(bits))
+            byte, bit = draw.randrange(bits[name].numel()), draw.randrange(8)
+            for check in (raises, repairs):
+                bits[name][byte] ^= (1 << bit) * (rank == odd)
+                if check is repairs:
+                    repairs.after_step([optimizer], 7, turn)
+                    continue
+                with pytest.raises(MismatchError) as caught:
+                    raises.after_step([optimizer], 7, turn)
+                first, second = [other for other in range(3) if other != odd]
+                assert f"models after step {turn} of epoch 7:\n  {name}: rank {odd} (" in str(caught.value)
+                assert f") differs from rank {first}, {second}, by up to " in str(caught.value)
+                assert len(str(caught.value).splitlines()) == 3
+            assert all(torch.equal(bits[each], untouched[each]) for each in bits), f"{name} in turn {turn}"
+        repairs.after_step([optimizer], 7, turns)
+    assert len(said.mock_calls) == (0 if rank else turns)
+
+
+for turns, way in ((30, WIDE), (1000, NIGHT)):
+    WORLD.add(f"flip {turns}", partial(flip, turns), way)
+
+
+@pytest.mark.parametrize(
+    "turns", [pytest.param(30, marks=pytest.mark.wide), pytest.param(1000, marks=pytest.mark.night)]
+)
+def test_a_flipped_bit_is_named_with_tensor_step_and_rank_or_repaired(turns: int) -> None:
+    WORLD.results(f"flip {turns}", WIDE if turns == 30 else NIGHT)
+
+
+class OnRank1(Callback, pl.Callback):  # type: ignore[misc]
+    """Of a Trial and a Trainer: in the middle of the second epoch it changes what Adam keeps."""
+
+    def on_step_training(self, state: Any) -> None:
+        self.change(state[torchbearer.OPTIMIZER], state[torchbearer.EPOCH], state[torchbearer.BATCH])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.change(trainer.optimizers[0], trainer.current_epoch, batch_idx)
+
+    def change(self, optimizer: Any, epoch: int, step: int) -> None:
+        if (dist.get_rank(), epoch, step) == (1, 1, 2):
+            optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"][0, 0] *= 1 + 1e-9
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def run_trial(on_divergence: Any, *callbacks: Any) -> Any:
+    made = trial([DDPCallback(on_divergence=on_divergence), *callbacks], optimizer=adam)
+    made.with_train_generator(DataLoader(data(20), 4)).run(2)
+    return dict(made.state[torchbearer.MODEL].state_dict())
+
+
+def run_trainer(on_divergence: Any, *callbacks: Any) -> Any:
+    strategy: Any = CallbackStrategy(on_divergence=on_divergence)
+    with quiet():
+        net = Net(optimizer=lambda net: adam(net.parameters()))
+        return fit(strategy, net, loader(20, 4), callbacks=list(callbacks), max_epochs=2)["parameters"]
+
+
+RUNS = {"0": run_trial, "layers.0": run_trainer}
+
+
+@WORLD.each(RUNS, TWO, WIDE)
+def test_a_run_names_the_step_in_which_a_rank_has_gone_apart(name: str) -> None:
+    says = rf"different models after step 2 of epoch 1:\n  exp_avg of {name}\.weight: rank 1 \("
+    with compared_in_each_step(), pytest.raises(MismatchError, match=says):
+        RUNS[name]("raise", OnRank1())
+    begin_run()
+
+
+@WORLD.each(RUNS, WIDE)
+def test_a_run_that_is_repaired_ends_as_if_nothing_had_happened(name: str) -> None:
+    with compared_in_each_step():
+        found, expected = RUNS[name]("repair", OnRank1()), RUNS[name]("raise")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+@WORLD
+def test_what_an_optimizer_keeps_on_one_rank_alone_is_not_compared() -> None:
+    model, optimizer = stepped()
+    if dist.get_rank():
+        optimizer.state[model.small]["of this rank"] = torch.ones(3)
+    optimizer.state[model.wave]["indices"] = torch.eye(3).to_sparse() * dist.get_rank()
+    with compared_in_each_step():
+        ReplicaChecks(model, StepTimes(), "raise").after_step([optimizer, object()], 0, 0)
+
+
+# --- at the end of an epoch -------------------------------------------------------------------------------------------
 
 
 class Perturbs(Callback, pl.Callback):  # type: ignore[misc]
@@ -220,7 +362,7 @@ def keyed(*keys: Any) -> Any:
 
 @WORLD
 def test_data_that_differ_are_named_and_so_are_keys_that_cannot_be_sent() -> None:
-    """An unseeded `random_split` or differing labels raise an error."""
+    """Differing splits or labels raise an error."""
     rank = dist.get_rank()
     for keys in ("012345", [(index, "any") for index in range(6)]):
         seen = [float(value) for batch, _ in with_shares(keyed(*keys)) for value in batch]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers import Net, data, quiet, trainer
 
+from ddp_callbacks import replica_checks
 from ddp_callbacks.lightning import CallbackStrategy
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results(), pytest.mark.wide]
@@ -149,6 +151,8 @@ class LogsElse(LogsAll):
 class Reads(pl.Callback):
     """Keeps what epochs have logged; between the warm batches and the last one, nothing may wait.
 
+    In the last one, the replicas are compared.
+
     On rank 0 it looks more often, as a progress bar does.
     """
 
@@ -214,7 +218,8 @@ BY_RANK = ("nan", "different keys")  # depend on the rank
 def train(device: str, strategy: str, case: str) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """What is logged in each step and at the end, and the parameters."""
     make, forbids, options = CASES[case]
-    with computing_on(device) as without_waiting:
+    last = mock.patch.multiple(replica_checks, FIRST=len(SIZES), steps_until_next=lambda *_: len(SIZES))
+    with last, computing_on(device) as without_waiting:
         module, reads = make(), Reads(without_waiting if forbids else None)
         module.put(device)
         defaults = {"max_epochs": 2, "log_every_n_steps": 10**6, "num_sanity_val_steps": 0, "logger": False}

@@ -16,7 +16,6 @@ from ddp_callbacks.comm.codec import decode, encode, pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-CPU = torch.device("cpu")
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex128, torch.complex64, torch.complex32, torch.bool),
@@ -63,7 +62,7 @@ def received(tensor: Tensor) -> Tensor:
 
 
 def sent(value: Any) -> Any:
-    return decode(encode(*pack(value)), CPU)
+    return decode(encode(*pack(value)))
 
 
 @settings(max_examples=100, deadline=None)  # the machine is shared
@@ -122,3 +121,13 @@ def test_a_checksum_sees_every_entry_of_a_long_array() -> None:
     changed = long.index_fill(0, torch.tensor([2500]), 0)
     for one, other in ((long, changed), ([long.numpy()], [changed.numpy()])):
         assert checksum_of(one) != checksum_of(other)
+
+
+def test_a_checksum_sees_every_bit_of_a_long_array() -> None:
+    long = torch.randn(1 << 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).view(torch.int64)
+    whole = checksum_of(long)
+    for at in range(0, 1024, 31):  # of the columns that are summed
+        for bit in range(64):
+            flipped = long.clone()
+            flipped[at] ^= 1 << bit if bit < 63 else -(1 << 63)
+            assert checksum_of(flipped) != whole, f"bit {bit} of word {at}"

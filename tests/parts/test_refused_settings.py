@@ -117,6 +117,7 @@ HOOKS: list[tuple[Any, ...]] = [
 TRIALS: list[Row] = [
     ({"skip_batch": "any"}, 'skip_batch must be None or "non_finite" in a Trial'),
     ({"skip_batch": "non_finite", "sync": DiLoCo(every=8)}, "they do not meet in each step"),
+    ({"on_divergence": "warn"}, 'on_divergence must be "raise" or "repair", got \'warn\''),
     ({"batch_size": "globl"}, '"global"', '"per_process"', "got 'globl'"),
     ({"batch_size": 64}, 'batch_size must be "global"', "got 64"),
     ({"reduction": "average"}, 'reduction must be "mean", "sum" or None', "'average'"),

@@ -61,6 +61,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "reduction": ("sum", "sum"),
     "verify": ("first_batch", "first_batch"),
     "skip_batch": ("any", "any"),
+    "on_divergence": ("repair", "repair"),
     "bucket_cap_mb": ("3", 3.0),
     "comm_hook": (f"{HOOKS}.bf16_compress_hook", bf16_compress_hook),
     "comm_state": ("7", 7),
@@ -92,7 +93,7 @@ def spoken(setting: str) -> list[str]:
 
 TOGETHER = [  # what goes together
     ["batch_size", "weight", "verify", "skip_batch", "bucket_cap_mb", "comm_hook", "comm_state", "timeout"],
-    ["reduction", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
+    ["reduction", "on_divergence", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
     ["weight=cross_entropy", "compress"],
     ["sync=DiLoCo"],
 ]

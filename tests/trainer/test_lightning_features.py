@@ -41,6 +41,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sync": DiLoCo(50), "comm_hook": print}, "a comm_hook sums gradients"),
     ({"verify": True}, 'verify must be "warn", "first_batch"'),
     ({"verify": "first_batch", "sync": LocalSGD(8)}, "compares synchronized gradients, but sync="),
+    ({"on_divergence": "warn"}, 'on_divergence must be "raise" or "repair"'),
     ({"skip_batch": "none"}, 'skip_batch must be None, "no_loss" (training_step returned None)'),
     ({"skip_batch": "any", "sync": LocalSGD(8)}, "they do not meet in each step"),
 ]

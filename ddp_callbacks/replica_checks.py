@@ -1,0 +1,110 @@
+"""Compare parameters and the optimizers' states of all ranks every few steps, and name ranks that are slow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.checksums import is_dense
+from ddp_callbacks.comm.equality import OnDivergence, exchange_checksums, settle
+from ddp_callbacks.errors import say
+from ddp_callbacks.process_group import get_rank, resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.step_times import StepTimes, Stragglers
+
+FIRST = 10
+"""The number of steps before the first comparison."""
+_SHARE = 0.01  # of the time, for comparisons
+_LONGEST = 300.0  # seconds between two of them
+
+
+class ReplicaChecks:
+    """Compares the replicas of one run every k steps; a comparison is one message.
+
+    The ranks choose k from what comparisons cost, so that these take 1 % of the time at most. If the ranks compute on
+    different kinds of processors, which may round differently, nothing is compared here, only at the ends of epochs.
+
+    Args:
+        module: The same model on every rank.
+        times: This rank's times; their means travel with the comparison, and rank 0 names a rank that is slow.
+        on_divergence: See :func:`ddp_callbacks.comm.equality.settle`.
+        group: The ranks' process group, of at least two ranks; ``None`` is the default group.
+
+    Attributes:
+        times: As passed.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        times: StepTimes,
+        on_divergence: OnDivergence,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.times = times
+        self._module, self._on_divergence, self._group = module, on_divergence, group
+        self._steps, self._interval = 0, FIRST  # steps since the last comparison, and until the next one
+        self._since, self._cost = time.perf_counter(), 0.0  # end and seconds of the last comparison
+        self._stragglers = Stragglers()
+
+    def after_step(self, optimizers: Sequence[Any], epoch: int, step: int) -> None:
+        """Compare the replicas, if it is time. A collective then. Every rank must call it after the same steps.
+
+        Args:
+            optimizers: The optimizers of the module.
+            epoch, step: Where this is, for messages.
+
+        Raises:
+            MismatchError: On every rank alike; see :func:`ddp_callbacks.comm.equality.settle`.
+            PeerError: Another rank failed or died.
+        """
+        self._steps += 1
+        if self._steps < self._interval:
+            return
+        self.times.mark("between steps")
+        begin = time.perf_counter()
+        named = dict(_compared(self._module, optimizers))
+        own = [(begin - self._since) / self._steps, self._cost, [part / self._steps for part in self.times.take()]]
+        found = exchange_checksums(named, own, self._group)
+        if len({each.processor for each in found}) == 1:
+            settle(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
+        seconds, costs, times = zip(*(each.note for each in found), strict=True)
+        self._name_stragglers(seconds[0] * self._steps, times)
+        self._interval, self._steps = steps_until_next(costs, seconds), 0
+        self._since = time.perf_counter()
+        self._cost = self._since - begin
+        self.times.mark(None)
+
+    def _name_stragglers(self, seconds: float, times: Sequence[Sequence[float]]) -> None:
+        for rank, text in self._stragglers.note(seconds, times):
+            if get_rank(self._group) == 0:
+                say(f"{describe_rank(resolve_group(self._group), rank)} {text}")
+
+
+def steps_until_next(costs: Sequence[float], steps: Sequence[float]) -> int:
+    """Return after how many steps to compare again: at least 1, at most five minutes' worth.
+
+    Args:
+        costs: By rank, the seconds of the last comparison. The rank that came last has waited least, so the smallest
+            counts.
+        steps: By rank, the mean seconds of a step.
+    """
+    step = min(steps)
+    return max(1, min(math.ceil(min(costs) / (_SHARE * step)), int(_LONGEST / step)))
+
+
+def _compared(module: torch.nn.Module, optimizers: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, and what the optimizers keep for each of them, with names."""
+    for name, parameter in module.named_parameters():
+        if is_dense(parameter):
+            yield f"parameter {name}", parameter
+        for number, optimizer in enumerate(optimizers):
+            own = getattr(optimizer, "state", {}).get(parameter)
+            for key, value in own.items() if isinstance(own, Mapping) else ():
+                if isinstance(value, torch.Tensor) and is_dense(value):
+                    yield f"{key} of {name}" + f" in optimizer {number}" * (number > 0), value

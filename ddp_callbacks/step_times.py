@@ -1,0 +1,77 @@
+"""How long each rank computes in a step before it waits for the others, and which rank is slow. Local.
+
+A rank that waits seems as slow as the one that it waits for. So where ranks wait within a part of a step (layers with
+``sync_batchnorm``, ``skip_batch``), a slow rank is not found there. On GPUs these are the times of the host, which does
+not see how long its GPU computes: only "between steps" says much.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+Part = Literal["between steps", "in forward", "in backward"]
+"""From the last wait to the next batch (optimizer, hooks, loading), then until backward, then until the next wait."""
+
+_FACTOR = 1.5
+_PATIENCE = 60.0  # seconds
+
+
+class StepTimes:
+    """The seconds of this rank by part, without its waits."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(get_args(Part), 0.0)
+        self._last = time.perf_counter()
+
+    def mark(self, part: Part | None) -> None:
+        """Count the seconds since the last mark as those of ``part``; of no part with ``None``, after a wait."""
+        now = time.perf_counter()
+        if part is not None:
+            self._seconds[part] += now - self._last
+        self._last = now
+
+    def take(self) -> list[float]:
+        """Return the seconds of each part, and count from zero again."""
+        taken = list(self._seconds.values())
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return taken
+
+
+class Stragglers:
+    """Finds ranks that take 1.5 times as long as the median for a minute; with two ranks, as the other.
+
+    Of an even number of ranks, the median is the faster of the two in the middle.
+    """
+
+    def __init__(self) -> None:
+        self._slow: dict[int, float] = {}  # for how many seconds
+
+    def note(self, seconds: float, times: Sequence[Sequence[float]]) -> Iterator[tuple[int, str]]:
+        """Yield each rank that has been slow for a minute now, and what to say. Not again until it was fast.
+
+        Args:
+            seconds: The time since the last call.
+            times: For each rank, the seconds of a step by part: the mean since the last call.
+        """
+        totals = [sum(own) for own in times]
+        usual = statistics.median_low(totals)
+        for rank, total in enumerate(totals):
+            before = self._slow.pop(rank, 0.0)
+            if total > _FACTOR * usual > 0:
+                self._slow[rank] = before + seconds
+                if before < _PATIENCE <= before + seconds:
+                    yield rank, _line(total / usual, times[rank], times)
+
+
+def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]]) -> str:
+    usual = map(statistics.median_low, zip(*times, strict=True))
+    parts = zip(get_args(Part), own, usual, strict=True)
+    part, mine, others = max(parts, key=lambda each: each[1] - each[2])
+    measure = "median" if len(times) > 2 else "other rank"
+    return (
+        f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {part} "
+        f"({mine * 1e3:.3g} ms, {measure} {others * 1e3:.3g} ms)"
+    )

@@ -1,0 +1,79 @@
+"""When the ranks compare their replicas again, and when a slow one is named: tables, without processes or a clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ddp_callbacks.replica_checks import steps_until_next
+from ddp_callbacks.step_times import StepTimes, Stragglers
+
+
+@pytest.mark.parametrize(
+    ("costs", "steps", "interval"),
+    [
+        ([0.001, 0.001], [0.001, 0.001], 100),  # a step's worth is 1 % of a hundred steps
+        ([0.001, 0.004], [0.001, 0.001], 100),  # the second rank has waited
+        ([0.0007, 0.002], [0.1, 0.1], 1),
+        ([0.0151, 0.02], [0.1, 0.11], 16),
+        ([0.0, 0.0], [0.1, 0.1], 1),  # not yet known
+        ([1.0, 1.0], [0.01, 0.01], 10_000),
+        ([60.0, 60.0], [0.01, 0.01], 30_000),  # five minutes
+        ([9.0, 9.0], [700.0, 700.0], 1),
+    ],
+)
+def test_comparisons_take_a_hundredth_of_the_time(costs: list[float], steps: list[float], interval: int) -> None:
+    assert steps_until_next(costs, steps) == interval
+
+
+FAST, SLOW = [0.010, 0.014, 0.010], [0.010, 0.041, 0.011]  # seconds
+LOADS = [0.050, 0.014, 0.010]
+EVEN = [FAST, FAST, FAST]
+FORWARD = "has taken {} times as long for a step as the {}, for a minute now; most of it in forward (41 ms, {} 14 ms)"
+IN_FORWARD = (2, FORWARD.format("1.8", "median", "median"))
+CASES = {
+    "for a minute": ([(20, [FAST, FAST, SLOW])] * 5, [[], [], [IN_FORWARD], [], []]),
+    "at once, if that is a minute": ([(70, [FAST, FAST, SLOW])], [[IN_FORWARD]]),
+    "fast in between": (
+        [(59, [FAST, FAST, SLOW]), (1, EVEN), (59, [FAST, FAST, SLOW]), (1, [FAST, FAST, SLOW])],
+        [[], [], [], [IN_FORWARD]],
+    ),
+    "again": ([(70, [FAST, FAST, SLOW]), (1, EVEN), (70, [FAST, FAST, SLOW])], [[IN_FORWARD], [], [IN_FORWARD]]),
+    "not half as slow again": ([(70, [FAST, FAST, [0.010, 0.025, 0.016]])], [[]]),
+    "most are slow": ([(70, [FAST, SLOW, SLOW])], [[]]),
+    "of two": ([(70, [SLOW, FAST])], [[(0, FORWARD.format("1.8", "other rank", "other rank"))]]),
+    "of four": ([(70, [SLOW, FAST, SLOW, FAST])], [[(0, IN_FORWARD[1]), (2, IN_FORWARD[1])]]),
+    "nothing was measured": ([(70, [[0.0] * 3, [0.0] * 3])], [[]]),
+    "loading": (
+        [(70, [LOADS, FAST, FAST])],
+        [
+            [
+                (
+                    0,
+                    FORWARD.format("2.2", "median", "median").replace(
+                        "in forward (41 ms, median 14", "between steps (50 ms, median 10"
+                    ),
+                )
+            ]
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_is_slow_for_a_minute_is_named_once(case: str) -> None:
+    """Slow ranks are named."""
+    exchanges, said = CASES[case]
+    stragglers = Stragglers()
+    assert [list(stragglers.note(*each)) for each in exchanges] == said
+
+
+def test_the_time_of_a_wait_is_of_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0, 20.0, 21.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = StepTimes()
+    for part in ("between steps", "in forward", "in backward", None, "between steps"):
+        times.mark(part)  # type: ignore[arg-type]
+    assert times.take() == [2.0, 2.0, 4.0]
+    assert times.take() == [0.0, 0.0, 0.0]
