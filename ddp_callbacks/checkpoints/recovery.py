@@ -147,8 +147,7 @@ class Recovery:
         Raises:
             MembersChanged: On every rank: the launcher has new members, which continue from this copy, too.
         """
-        is_asked = get_rank() == 0  # others may not have heard of the change yet
-        mine = pack_own(own), is_asked and have_members_changed()
+        mine = pack_own(own), get_rank() == 0 and have_members_changed()  # others may hear of it a little later
         ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
         file = io.BytesIO()
         torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
