@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import assert_equal
-from kit.ranks import live_on_hosts
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -23,9 +22,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.utils.data import DataLoader
 from trainer_cases import OURS, PLAIN, RELATIVE, TWO, Bodies, message_of, on_one, quiet
 from trainers import Net, Normalized, data, fit, loader, outcome, trainer
+from ways import Way
 
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
-from ddp_callbacks.process_group import resolve_group
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -309,27 +308,23 @@ def trained(**options: Any) -> Any:
     return fit(strategy, None, loader(32, 8))["parameters"]
 
 
+APART = Way(layout=(1, 1))
 SENT: dict[str, dict[str, Any]] = {
     "a hook": {"comm_hook": bf16_compress_hook},
     "bf16": {"compress": "bf16"},
 }
 
 
-@WORLD
-def on_one_host_and_two() -> Any:
-    """What each setting trains on one host, and then on two."""
-    here = {name: trained(**options) for name, options in SENT.items()}
-    live_on_hosts((1, 1), resolve_group())
-    apart = {name: trained(**options) for name, options in SENT.items()}
-    live_on_hosts((2,), resolve_group())
-    return here, apart
+@WORLD.runs(TWO, APART)
+def by_what_is_sent() -> Any:
+    return {name: trained(**options) for name, options in SENT.items()}
 
 
 def test_a_comm_hook_is_used_and_compression_only_between_hosts() -> None:
     """A Trainer takes `comm_hook=`, and `compress=` between hosts."""
     with quiet():
         exact = trained()
-    for here, apart in WORLD.returned(on_one_host_and_two):
+    for here, apart in zip(WORLD.returned(by_what_is_sent), WORLD.returned(by_what_is_sent, APART), strict=True):
         assert_equal(here["bf16"], exact, RELATIVE)
         for parameters in (here["a hook"], *apart.values()):
             for name, value in parameters.items():
