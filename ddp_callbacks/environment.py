@@ -16,9 +16,6 @@ SECRET = "DDP_CALLBACKS_SECRET"
 HEARTBEAT_TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
 """Environment variable: seconds of silence of a machine after which the processes give it up; default 10."""
 
-ENDED = "ddp_callbacks/ended"
-"""Key in the store of the processes, in which ``ddprun`` notes the ranks that have exited with code 0."""
-
 KEEP_GOING = "DDP_CALLBACKS_KEEP_GOING"
 """Environment variable: ``ddprun --keep-going`` sets it to 1, and continues without processes that were lost."""
 
@@ -28,12 +25,16 @@ SUCCESSOR = "DDP_CALLBACKS_SUCCESSOR"
 Once it is ready to join, it writes ``{"ready": true}`` to the file that TORCHELASTIC_ERROR_FILE names, in a line.
 """
 
-MEMBERS = "ddp_callbacks/members"
-"""Key in the store, in which ``ddprun --keep-going`` notes who takes part, once a process was lost.
+NEWS = "DDP_CALLBACKS_NEWS"
+"""Environment variable: a file of this node, to which ``ddprun`` adds what its processes are to know.
 
-The value is JSON, ``{"generation": 1, "ranks": [0, 2, 3]}``: how often that has changed, and the ranks by which the
-processes were started. Ranks that have exited with code 0 stay in it. A rank that was lost is in it again once the
-process that replaces it is ready to join; ``"replaced": {"2": 1}`` then tells how often that was.
+Each line is JSON, and adds to what the lines before it say, or changes it:
+
+- ``{"ended": {"3": 0}}``: the process that was started as this rank has exited with code 0.
+- ``{"members": {"generation": 1, "ranks": [0, 2, 3], "replaced": {"2": 1}}}``, with ``--keep-going``: who takes part,
+  how often that has changed, and how often the process of a rank was replaced. Ranks that have exited with code 0 stay.
+- ``{"stores": {"1 [...]": ["10.0.0.2", 41234]}}``: where members that form a group meet. Their rank 0 has written this
+  line to the file that TORCHELASTIC_ERROR_FILE names, since the first node, with the first store, may be lost.
 """
 
 

@@ -35,7 +35,7 @@ from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
 from ddp_callbacks.process_group.failures import LINGER, wait
 from ddp_callbacks.process_group.members import Members
-from ddp_callbacks.process_group.rendezvous import meet, open_store
+from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.versions import how_to_install
 
 try:
@@ -361,8 +361,7 @@ def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iter
     env = WorkerEnv.from_environ()
     store: dist.Store = dist.HashStore()
     if env.world_size > 1:
-        env, store = open_store(env, timeout)
-        store = meet(Members(store, env), env, timeout)
+        env, store = meet(Members(env), env, timeout)
     atexit.register(leave_process_group)  # tells the ranks that wait for this one
     yield store, env.rank, env.world_size
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,18 @@ from ddp_callbacks.checkpoints.file import Shared
 from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.resume import Content, Interval, ResumableRun, ResumeOptions
 from ddp_callbacks.checkpoints.transfer import broadcast_file
-from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.collectives import all_gather_object, any_rank
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import get_rank
-from ddp_callbacks.process_group.survivors import MembersChanged, form_anew, have_members_changed, note_call
+from ddp_callbacks.process_group.survivors import (
+    MembersChanged,
+    form_anew,
+    have_members_changed,
+    note_call,
+    note_end_of_call,
+)
 
 _COPY = "the copy of the run in memory"
 _SECONDS = 1.0  # between two copies
@@ -41,6 +48,16 @@ Take = Callable[[], AbstractContextManager[Content]]
 def is_wanted() -> bool:
     """Whether the launcher lets the job continue without processes that died."""
     return bool(os.environ.get(KEEP_GOING))
+
+
+class Host(Protocol):
+    """What a Trial or a Trainer does when processes have died. Its methods are local."""
+
+    def begin_again(self) -> None:
+        """Forget the call that has failed."""
+
+    def follow(self) -> None:
+        """Take this process's place in the new group."""
 
 
 class Recovery:
@@ -57,21 +74,29 @@ class Recovery:
         self._number = 0  # of the copies that this call has made
         self._at_start: dict[str, dict[str, Any]] = {}
 
-    def call(self, method: Callable[[], Result], let_go: Callable[[], None]) -> Result:
+    def call(self, method: Callable[[], Result], host: Host) -> Result:
         """Call a method of the host, and again on the ranks that are left, if others have died meanwhile.
 
-        Args:
-            let_go: Lets the host forget the call that has failed.
+        Returns once all ranks have come to the end of the method.
         """
         if Recovery.is_inside:
             return method()
+        random_state = get_global_state()
         with self._one_call():
             while True:
                 try:
-                    return method()
+                    result = method()
+                    note_end_of_call()
+                    any_rank(False, "the end of a call")
+                    return result
                 except PeerError as error:
-                    form_anew(error)
-                    let_go()
+                    if form_anew(error):
+                        self._forget()
+                        host.follow()
+                        return result
+                    host.begin_again()
+                    host.follow()
+                    set_global_state(random_state)
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -80,7 +105,11 @@ class Recovery:
         try:
             yield
         finally:
-            self._file, self._number, self._at_start, Recovery.is_inside = None, 0, {}, False
+            self._forget()
+            Recovery.is_inside = False
+
+    def _forget(self) -> None:
+        self._file, self._number, self._at_start = None, 0, {}
 
     @property
     def has_copy(self) -> bool:
@@ -118,11 +147,12 @@ class Recovery:
         Raises:
             MembersChanged: On every rank: the launcher has new members, which continue from this copy, too.
         """
-        ranks, changed = zip(*all_gather_object((pack_own(own), have_members_changed()), _COPY), strict=True)
+        mine = pack_own(own), get_rank() == 0 and have_members_changed()  # others may hear of it a little later
+        ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
         file = io.BytesIO()
         torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
         self._file, self._number = file, self._number + 1
-        if changed[0]:
+        if any(changed):
             raise MembersChanged("the launcher has other members")
 
 

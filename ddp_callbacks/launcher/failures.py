@@ -79,6 +79,11 @@ def is_ready(text: str) -> bool:
     return _last_json(text).get("ready") is True
 
 
+def announced(text: str) -> dict[str, Any]:
+    """Return what the last line of ``text`` says about where processes meet, see environment.NEWS; else nothing."""
+    return dict(_last_json(text).get("stores", {}))
+
+
 def _last_json(text: str) -> dict[str, Any]:
     """Return the JSON in the last line; empty if there is none, or only a part."""
     try:

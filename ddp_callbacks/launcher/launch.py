@@ -193,6 +193,10 @@ class Launch:
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
+    def let_know(self, **news: dict[str, Any]) -> None:
+        """Let all ranks know something, see :data:`ddp_callbacks.environment.NEWS`."""
+        self._tell_all("news", **news)
+
     async def pass_on_input(self) -> None:
         """Send standard input to rank 0, as fast as it reads, so that ``input()`` and a breakpoint work there."""
         data = b"-"

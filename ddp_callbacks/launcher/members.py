@@ -5,14 +5,17 @@ A *successor* is a new process for a lost rank. It takes part once it is ready t
 
 from __future__ import annotations
 
-import json
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End
 
-_MOST = 3  # successors of a rank
+_MOST = 3  # successors of a rank in succession that die soon
+_SOON = 60.0  # seconds after they have joined
 
 
 class Members:
@@ -35,7 +38,8 @@ class Members:
         self.successors: dict[int, End] = {}
         self._generation = 0
         self._lost: set[int] = set()
-        self._replaced = Counter[int]()  # how often a successor of each rank was started
+        self._replaced = Counter[int]()  # how often a successor of each rank was started, and died soon
+        self._joined_at: dict[int, float] = {}
         self._joined = Counter[int]()  # how often one has joined
 
     def summary(self) -> str:
@@ -65,6 +69,8 @@ class Members:
     def replace(self, lost: End) -> bool:
         """Note that a successor of this rank is started; return whether it may."""
         assert lost.rank is not None
+        if time.monotonic() - self._joined_at.get(lost.rank, math.inf) > _SOON:
+            self._replaced[lost.rank] = 0
         self._replaced[lost.rank] += 1
         may = self._replaced[lost.rank] <= _MOST
         if may:
@@ -75,15 +81,15 @@ class Members:
         """Note that the successor of this rank takes part; return what is known about it."""
         self.ranks.add(rank)
         self._joined[rank] += 1
+        self._joined_at[rank] = time.monotonic()
         self.losses = [ends for ends in self.losses if rank not in _ranks(ends)]
         self._generation += 1
         return self.successors.pop(rank)
 
-    def as_json(self) -> str:
-        """Return the value of :data:`ddp_callbacks.environment.MEMBERS`."""
-        replaced = {rank: count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
-        known = {"generation": self._generation, "ranks": sorted(self.ranks)}
-        return json.dumps(known | ({"replaced": replaced} if replaced else {}))
+    def listed(self) -> dict[str, Any]:
+        """Return the ``members`` of :data:`ddp_callbacks.environment.NEWS`."""
+        replaced = {str(rank): count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
+        return {"generation": self._generation, "ranks": sorted(self.ranks), "replaced": replaced}
 
 
 def _ranks(ends: Sequence[End]) -> set[int]:

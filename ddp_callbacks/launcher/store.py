@@ -1,14 +1,14 @@
 """Host the store in which the ranks meet, on a socket that already listens: ``store.py ADDRESS PORT DESCRIPTOR``.
 
 The store has a process of its own, because the node's program does without torch, and the store must outlive each rank.
-It listens on one address; torch's own listens on all interfaces (pytorch issue 173909). The node's program writes to
-standard input what the launcher lets the ranks know, a line of JSON, ``[KEY, VALUE]``, each, and kills this at the end.
+It listens on one address; torch's own listens on all interfaces (pytorch issue 173909). The node's program kills this
+at the end.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import signal
 import sys
 
 
@@ -18,8 +18,8 @@ def main() -> None:
 
     address, port, descriptor = sys.argv[1:]
     store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
-    for line in sys.stdin:
-        store.set(*json.loads(line))
+    while store:
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGTERM, Signals
 
-from ddp_callbacks.environment import ENDED, MEMBERS, SUCCESSOR
+from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, first_cause, is_ready
+from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
@@ -68,6 +68,8 @@ class Watch:
             await self._continue(f"{successor}: a new process joins")
         if stream != "f":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
+        elif end is not None and (stores := announced(end.text("f"))):
+            self._launch.let_know(stores=stores)
 
     async def _on_taken(self, _: Connection) -> None:
         self._launch.taken.set()
@@ -130,8 +132,7 @@ class Watch:
         elif code and not self._launch.is_ending:
             self._take_failure(code)
         elif not self._launch.is_ending:  # others may wait for it to join
-            done = sorted(number for number, rank in self._ranks.items() if rank.code == 0)
-            self._launch.nodes[0].tell("set", key=ENDED, value=" ".join(map(str, done)))
+            self._launch.let_know(ended={str(rank): code})
 
     def _ends_of_members(self) -> list[End]:
         """Return what is known about the ranks that take part and have started."""
@@ -190,7 +191,7 @@ class Watch:
 
     async def _continue(self, what: str) -> None:
         """Continue with those that take part now, and let them know; ``what`` has happened."""
-        self._launch.nodes[0].tell("set", key=MEMBERS, value=self._members.as_json())
+        self._launch.let_know(members=self._members.listed())
         await asyncio.to_thread(self._output.follow, self._members.ranks)
         count = len(self._members.ranks)
         await self._note(f"{what}; continuing with {count} process{'' if count == 1 else 'es'}")
@@ -240,12 +241,12 @@ class Watch:
 
     async def _lose_node(self, node: Connection, reason: str) -> None:
         """Handle a lost connection: an elastic job, or one that keeps going, continues without the node."""
-        name, is_first = node.plan.name, node is self._launch.nodes[0]
+        name = node.plan.name
         ends = [end for rank in self._members.on(name) if (end := self._ranks.get(rank) or End(name, rank)).code != 0]
-        if not is_first and self._can_lose(ends):
+        if self._can_lose(ends):
             await self._lose([self._end_of(name, reason), *ends], f"{name}: {reason}")
             return
-        is_needed = is_first or len(self._running) < self._job.min_nodes
+        is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
         if is_needed or self._launch.is_ending or self._job.min_nodes == len(self._job.nodes):
             if not any(rank.node == name and rank.code for rank in self._ends_of_members()):
                 self._fail(name, reason)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.lightning import _parts, loggers
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group.survivors import note_call
 
 
@@ -28,7 +28,13 @@ class RecoveringLauncher:
         if trainer.fast_dev_run:  # nobody keeps the state of such a run
             note_call()
             return call()
-        return self._recovery.call(call, _Begin(trainer, self._recovery).put_back)
+
+        def call_and_note() -> Any:
+            result = call()
+            trainer.strategy.note_places()
+            return result
+
+        return self._recovery.call(call_and_note, _Begin(trainer))
 
     def kill(self, _: int) -> None:
         """Do nothing: the processes are not children of this one."""
@@ -37,19 +43,22 @@ class RecoveringLauncher:
 class _Begin:
     """What a call of a Trainer begins with, and begins with again."""
 
-    def __init__(self, trainer: Any, recovery: Recovery) -> None:
-        self._trainer, self._recovery, self._stage = trainer, recovery, trainer.state.stage
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._stage = trainer, trainer.state.stage
+        self._places = trainer.strategy.places  # at the end of the call before
+        trainer.strategy.places = ()
         self._modes = [(part, part.training) for part in trainer.lightning_module.modules()]
 
-    def put_back(self) -> None:
+    def begin_again(self) -> None:
         """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
         trainer = self._trainer
-        places = trainer.strategy.places  # before the teardown
         _parts.tear_down(trainer)
         trainer.state.stage, trainer.should_stop = self._stage, False
         for part, training in self._modes:
             part.training = training
+
+    def follow(self) -> None:
+        """Take the new rank, and let the loggers log to where rank 0's did."""
+        trainer = self._trainer
         trainer.strategy.set_world_ranks()  # the loggers ask which rank this is
-        loggers.follow(trainer.loggers, places)
-        if not self._recovery.has_copy:  # which knows later places
-            loggers.go_on(trainer.loggers, places)
+        trainer.strategy.follow_places(trainer.strategy.places or self._places)

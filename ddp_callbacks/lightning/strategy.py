@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.collectives import broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.comm.hooks import CommHook
@@ -24,11 +24,11 @@ from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning import _parts, loggers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
-from ddp_callbacks.lightning.loggers import Place, places_of
+from ddp_callbacks.lightning.loggers import Place
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
@@ -50,6 +50,7 @@ from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
+_PLACES = "the places of the logs"
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # keys of a checkpoint
 
 
@@ -65,7 +66,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     _skip_batch: SkipBatch | None
     on_divergence: OnDivergence
     _divides = True  # use_distributed_sampler, as the user has set it
-    places: Sequence[Place] = ()  # of rank 0's logs at the begin of the call, if it may begin again
+    places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
     _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
@@ -149,7 +150,26 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             self._met.replace_once(_parts.connector(self._trainer, "data"), _parts.PREPARE_DATA, _prepare_data)
         self.begin_resuming(self._trainer)
         if self.recovery is not None:
-            self.places = broadcast_object(places_of(self._trainer.loggers), "the places of the logs")
+            self.agree_on_places()
+
+    def agree_on_places(self) -> None:
+        """Log to where the call has logged so far: rank 0 may be a new process. A collective."""
+        known = next(filter(None, all_gather_object(list(self.places), _PLACES)), None)
+        if known is None:
+            self.note_places()
+        elif not self.places:
+            self.follow_places(known)
+
+    def follow_places(self, places: Sequence[Place]) -> None:
+        """Log to these places, which rank 0 had. Local."""
+        self.places = places
+        loggers.follow(self._trainer.loggers, places)
+        if self.recovery is not None and not self.recovery.has_copy:  # which knows later places
+            loggers.go_on(self._trainer.loggers, places)
+
+    def note_places(self) -> None:
+        """Note the places of rank 0's logs, which another rank may continue. A collective."""
+        self.places = broadcast_object(loggers.places_of(self._trainer.loggers), _PLACES)
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 

@@ -48,6 +48,13 @@ def _seconds(name: str, default: str) -> float:
     raise ConfigurationError(f"{name} must be a positive number of seconds, got {text!r}.")
 
 
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _OPTIONS:
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 class Connection:
     """A connection of the control channel. It takes over a connected socket.
 
@@ -69,10 +76,7 @@ class Connection:
         self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(HEARTBEAT_TIMEOUT, "10")
         self._is_silent = False
         sock.settimeout(_SENDS)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _OPTIONS:
-            if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        _keep_alive(sock)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for selectors."""
@@ -121,3 +125,16 @@ class Connection:
     def close(self) -> None:
         """Close the socket; the other end notices."""
         self._socket.close()
+
+
+def end_when_silent(port: int) -> None:
+    """Let this process's connections to a port of other machines fail once these have been silent for the timeout.
+
+    For the connections of torch's stores, which have no limit of their own.
+    """
+    limit = round(1000 * _seconds(HEARTBEAT_TIMEOUT, "10"))
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(int(descriptor))) as sock:
+            if sock.family != socket.AF_UNIX and sock.getpeername()[1] == port:
+                _keep_alive(sock)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)

@@ -1,4 +1,4 @@
-"""Who takes part in a job, as the launcher notes it in the store in which the processes meet.
+"""Who takes part in a job, as the launcher notes it in a file on each node.
 
 With ``ddprun --keep-going``, a job continues without processes that died. The launcher alone writes who is left, so
 there is one authority: a part of the job that it cannot reach never continues by itself. Each list is a *generation*.
@@ -10,15 +10,14 @@ import contextlib
 import json
 import os
 import time
+from collections import defaultdict
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch.distributed as dist
-
-from ddp_callbacks.environment import ENDED, KEEP_GOING, MEMBERS, SUCCESSOR, WorkerEnv
+from ddp_callbacks.environment import KEEP_GOING, NEWS, SUCCESSOR, WorkerEnv
 from ddp_callbacks.errors import PeerError
 
-_LOOK = 0.02  # seconds between two looks at the store
+_LOOK = 0.02  # seconds between two looks for news
 _PATIENCE = 30.0  # seconds within which the launcher notices a death
 
 Process: TypeAlias = tuple[int, int]  # the rank that it was started with, and how often that had been replaced before
@@ -31,7 +30,6 @@ class Members:
     into their group when they form the next one.
 
     Args:
-        store: The store in which the processes meet.
         env: The place that this process was started with.
 
     Attributes:
@@ -41,17 +39,12 @@ class Members:
         is_new: Whether this process takes the place of a lost one, and has not been in a group yet.
     """
 
-    def __init__(self, store: dist.Store, env: WorkerEnv) -> None:
-        self._store, self._started = store, env
+    def __init__(self, env: WorkerEnv) -> None:
+        self._started, self._news = env, _News()
         self.may_change = bool(os.environ.get(KEEP_GOING))
         self.is_new = self.may_change and bool(os.environ.get(SUCCESSOR))
         self.generation, self.admits = 0, True
         self._ranks: list[Process] = [(rank, 0) for rank in range(env.world_size)]
-
-    @property
-    def store(self) -> dist.Store:
-        """A part of the store that no other group uses."""
-        return dist.PrefixStore(f"{self.generation} {self._ranks}", self._store) if self.generation else self._store
 
     def follow(self) -> WorkerEnv:
         """Follow the launcher's newest list, and return this process's place in it.
@@ -73,8 +66,7 @@ class Members:
         return replace(self._started, rank=ranks.index(self._started.rank), world_size=len(ranks))
 
     def _become_member(self) -> None:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
-            launcher.write('{"ready": true}\n')
+        _tell_launcher({"ready": True})
         while not self._is_listed():  # the launcher ends this process at the end of the job
             time.sleep(_LOOK)
 
@@ -100,18 +92,53 @@ class Members:
 
     def ended(self) -> set[int]:
         """Return the ranks that have exited with code 0."""
-        started = {int(rank) for rank in self._read(ENDED).split()}
-        return {rank for rank, (number, _) in enumerate(self._ranks) if number in started}
+        started = self._news.about("ended")
+        return {rank for rank, (number, _) in enumerate(self._ranks) if str(number) in started}
+
+    def announce_store(self, host: str, port: int) -> None:
+        """Let those that follow the same list know where they meet."""
+        _tell_launcher({"stores": {self._name(): (host, port)}})
+
+    def announced_store(self) -> tuple[str, int] | None:
+        """Return host and port of the announced store; ``None`` if nobody has announced one yet."""
+        found = self._news.about("stores").get(self._name())
+        return found and tuple(found)
+
+    def _name(self) -> str:
+        return f"{self.generation} {self._ranks}"
 
     def _newest(self) -> tuple[int, list[Process]]:
-        if not self.may_change or not (noted := self._read(MEMBERS)):
+        if not self.may_change or not (found := self._news.about("members")):
             return self.generation, self._ranks
-        found = json.loads(noted)
-        replaced = found.get("replaced", {})
-        listed = [(rank, replaced.get(str(rank), 0)) for rank in found["ranks"]]
+        listed = [(rank, found["replaced"].get(str(rank), 0)) for rank in found["ranks"]]
         return found["generation"], [each for each in listed if self.admits or each in self._ranks]
 
-    def _read(self, key: str) -> str:
-        with contextlib.suppress(dist.DistError):  # the store's host has died, which the control channel reports
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        return ""
+
+class _News:
+    """What the launcher lets this process know; nothing if ddprun has not started it."""
+
+    def __init__(self) -> None:
+        self._path, self._read = os.environ.get(NEWS, ""), 0  # so many bytes of it
+        self._known: dict[str, dict[str, Any]] = defaultdict(dict)
+
+    def about(self, kind: str) -> dict[str, Any]:
+        """Return all that is known, see :data:`ddp_callbacks.environment.NEWS`. Usually costs some microseconds."""
+        with contextlib.suppress(OSError):  # there is no file, or the node's program has died, as this process will
+            if os.stat(self._path).st_size > self._read:
+                self._read_on()
+        return self._known[kind]
+
+    def _read_on(self) -> None:
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # the rest is being written
+                self._read += len(line)
+                for kind, values in json.loads(line).items():
+                    self._known[kind] |= values
+
+
+def _tell_launcher(what: dict[str, Any]) -> None:
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
+        launcher.write(f"{json.dumps(what)}\n")

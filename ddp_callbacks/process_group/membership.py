@@ -19,7 +19,6 @@ from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
 from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import presence
-from ddp_callbacks.process_group.rendezvous import open_store
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of
 from ddp_callbacks.versions import how_to_install
@@ -103,10 +102,9 @@ def join_process_group(
     require_torch()
     if chosen != _MPI4PY:  # mpi4py runs on CPUs
         select_gpu(env.local_rank, device)
-    env, store = open_store(env, timeout)
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
-    return form_group_of(Members(store, env), chosen, timeout)
+    return form_group_of(Members(env), chosen, timeout)[0]
 
 
 def leave_process_group() -> None:

@@ -7,9 +7,11 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,29 +20,52 @@ import torch.distributed as dist
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
 from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, route_to
+from ddp_callbacks.process_group.connection import end_when_silent
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import Presence, join
+from ddp_callbacks.process_group.server import own_address
 from ddp_callbacks.schedulers import hosts_of_job
 
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
 _NAMED = 16  # the most ranks that an error lists
 _LOOK = 0.5  # seconds between two checks for missing ranks
+_PAUSE = 0.02  # seconds between two looks for an announced store
+_ANSWERS = timedelta(seconds=15)  # such a store is there already
 
 
-def open_store(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
-    """Open the store in which the processes meet. Return ``env`` with the address in use, and the store.
+def meet(members: Members, env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
+    """Meet the other members. Return ``env`` with the address in use, and a store for their group.
 
-    Blocks until rank 0 has come. Calls :func:`choose_interface`.
+    Blocks until all have come. Calls :func:`choose_interface`.
+
+    Args:
+        members: The members, whose :attr:`~.members.Members.generation` has this process as rank ``env.rank``.
 
     Raises:
         ConfigurationError: Processes on other hosts cannot reach the address.
-        RendezvousError: Nothing answers at the address within ``timeout``.
+        RendezvousError: Nothing answers at the address; a rank died or exited before it came, or did not come within
+            ``timeout``; or the members have changed.
     """
+    env, store = _open_store(members, env, timeout)
+    here = join(store, env.rank, env.world_size, uuid.uuid4().hex, math.inf)
+    try:
+        _await_all(here, members, env, timeout)
+    except BaseException:
+        here.close()
+        raise
+    return env, here.store
+
+
+def _open_store(members: Members, env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
+    """Open the store in which the members meet. Return ``env`` with the address in use, and the store."""
     end = time.monotonic() + timeout.total_seconds()
     try:
-        env = at_reachable_address(env, timeout)
-        store = _open_store(env, timedelta(seconds=max(end - time.monotonic(), 1)))
+        if members.generation:
+            env, store = _open_anew(members, env, timeout)
+        else:
+            env = at_reachable_address(env, timeout)
+            store = _open_first(members, env, timedelta(seconds=max(end - time.monotonic(), 1)))
         store.set_timeout(timeout)
         choose_interface(env.host)  # rank 0 serves the control channel there, too
     except (dist.DistError, OSError) as error:
@@ -50,25 +75,6 @@ def open_store(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Stor
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
     return env, store
-
-
-def meet(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.Store:
-    """Meet the other members, and return a store for their group. Blocks until all have come.
-
-    Args:
-        members: The members, whose :attr:`~.members.Members.generation` has this process as rank ``env.rank``.
-
-    Raises:
-        RendezvousError: A rank died or exited before it came, or did not come within ``timeout``; or the members have
-            changed.
-    """
-    here = join(members.store, env.rank, env.world_size, uuid.uuid4().hex, math.inf)
-    try:
-        _await_all(here, members, env, timeout)
-    except BaseException:
-        here.close()
-        raise
-    return here.store
 
 
 def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
@@ -128,20 +134,32 @@ def _where(env: WorkerEnv) -> str:
     return env.file or f"{env.host}:{env.port}"
 
 
-def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
+def _open_first(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.Store:
     if env.file is not None:
-        store = dist.FileStore(env.file, env.world_size)
-        store.set_timeout(timeout)
-        return store
+        return dist.FileStore(env.file, env.world_size)
     assert env.host is not None and env.port is not None
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
     if env.rank == 0 and not is_hosted:
         return _listen(env.host, env.port, timeout)
-    return dist.TCPStore(env.host, env.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return _connect(members, env, timeout)
+
+
+def _open_anew(members: Members, env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
+    """Open a store that rank 0 hosts: the first one may be lost."""
+    if env.rank == 0:
+        store = _listen(own_address(env.host or socket.gethostname()), 0, timeout)
+        members.announce_store(store.host, store.port)
+        return replace(env, host=store.host, port=store.port), store
+    patience = _Patience(members, env, timeout)
+    while (found := members.announced_store()) is None:
+        patience.look({0})
+        time.sleep(_PAUSE)
+    env = replace(env, host=found[0], port=found[1])
+    return env, _connect(members, env, min(timeout, _ANSWERS))
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Start a store that listens only on ``host``; torch's binds all interfaces (issue 173909)."""
+    """Start a store that listens only on ``host``; torch's binds all interfaces (issue 173909). 0: a free port."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
         listener = socket.create_server(address, family=family, backlog=128)
@@ -150,8 +168,30 @@ def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
             raise
         text = f"{address[0]} is not an address of this machine; set MASTER_ADDR to one that is"
         raise OSError(error.errno, text) from error
+    port = listener.getsockname()[1]
     fd = listener.detach()
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+
+
+def _connect(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.TCPStore:
+    """Open a client of a store, in a thread: torch may wait forever for a machine that was lost in the meantime."""
+    host, port, opened = env.host, env.port, Future[dist.TCPStore]()
+    assert host is not None and port is not None
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            opened.set_result(store)
+        except Exception as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    patience = _Patience(members, env, 2 * timeout)  # torch's own error comes earlier
+    while not wait([opened], _LOOK).done:
+        patience.look({0})
+    if members.may_change:
+        end_when_silent(port)
+    return opened.result()
 
 
 def _await_all(here: Presence, members: Members, env: WorkerEnv, timeout: timedelta) -> None:
@@ -161,23 +201,40 @@ def _await_all(here: Presence, members: Members, env: WorkerEnv, timeout: timede
     restarts the workers, and a file can be left over. Nothing answers at that address, so each rank reads it again
     until rank 0 has answered.
     """
-    heard, end, say_at = here.heard, time.monotonic() + timeout.total_seconds(), time.monotonic() + _PATIENCE
+    heard, patience = here.heard, _Patience(members, env, timeout)
     others = {"ranks": [0] if env.rank else range(1, env.world_size)}
     while not heard.wait_for_news(lambda: heard.get("names"), _LOOK):
         missing = set((heard.get("missing") or others)["ranks"])
         if gone := heard.get("end", run=FOREVER):
             raise _never_came(missing, env, f": {_ranks(set(gone['ranks']))} gave up or died")
-        if ended := missing & members.ended():
+        patience.look(missing, here.client.problem)
+
+
+class _Patience:
+    """Limits how long this rank waits for others, and prints once for whom."""
+
+    def __init__(self, members: Members, env: WorkerEnv, timeout: timedelta) -> None:
+        self._members, self._env, self._seconds = members, env, timeout.total_seconds()
+        self._end, self._say_at = time.monotonic() + self._seconds, time.monotonic() + _PATIENCE
+
+    def look(self, missing: set[int], problem: str = "") -> None:
+        """Raise RendezvousError if these ranks will never come, or their time is over.
+
+        Args:
+            problem: Why rank 0 could not be reached.
+        """
+        env = self._env
+        if ended := missing & self._members.ended():
             raise _never_came(ended, env, ", but exited with code 0")
-        if members.is_outdated():
+        if self._members.is_outdated():
             raise _never_came(missing, env, ", and the members have changed")
         now = time.monotonic()
-        if now > end:
-            raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)
-        if now > say_at and (env.rank == 0 or 0 in missing):  # otherwise rank 0 prints it
-            problem = f": {here.client.problem}" if here.client.problem else ""
-            say(f"rank {env.rank} is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}{problem}")
-            say_at = end
+        if now > self._end:
+            raise _never_came(missing, env, f" within {self._seconds:g} s", problem)
+        if now > self._say_at and (env.rank == 0 or 0 in missing):  # otherwise rank 0 prints it
+            why = f": {problem}" if problem else ""
+            say(f"rank {env.rank} is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}{why}")
+            self._say_at = self._end
 
 
 def _ranks(ranks: set[int]) -> str:

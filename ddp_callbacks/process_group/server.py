@@ -39,7 +39,7 @@ class Server(threading.Thread):
 
     def __init__(self, size: int, store: dist.Store) -> None:
         super().__init__(name=THREAD, daemon=True)
-        host, own = own_address(store), os.environ.get(SECRET)
+        host, own = own_address(_host_of(store)), os.environ.get(SECRET)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         CLOSED_IN_CHILDREN.add(self._listener)
@@ -137,14 +137,18 @@ def _send_to(connection: Connection, message: Message) -> None:
         connection.send(message)
 
 
-def own_address(store: dist.Store) -> str:
-    """Return the address at which the other processes reach rank 0's host: on the route to the store, or gloo's."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+def own_address(host: str) -> str:
+    """Return the address at which others reach this host: on the route to ``host``, where they meet, or gloo's."""
     found = "127.0.0.1"
     with contextlib.suppress(OSError):
-        found = route_to(store.host if isinstance(store, dist.TCPStore) else socket.gethostname()).address
+        found = route_to(host).address
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if is_loopback(found) and interface:
         return next((own for own, name in own_addresses().items() if name == interface), found)
     return found
+
+
+def _host_of(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else socket.gethostname()

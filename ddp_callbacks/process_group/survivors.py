@@ -18,33 +18,36 @@ from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_gr
 _CONNECTING = timedelta(seconds=15)  # gloo waits for a process that died after all had met
 
 _members: Members | None = None  # of the default group that this process has joined
-_calls = 0  # how often note_call was called, also before this process has joined
+_position = 0  # in the program's calls, also before this process has joined: 2n - 1 in the n-th one, 2n at its end
 
 
 class MembersChanged(PeerError):
     """The launcher has other members for the group than it has."""
 
 
-def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerEnv:
-    """Form the default group of the members, and return this process's place in it. A collective of them.
+def form_group_of(members: Members, backend: str, timeout: timedelta) -> tuple[WorkerEnv, list[int]]:
+    """Form the default group of the members. A collective of them.
 
     If a member dies meanwhile, and the job continues without it, the others form the group. RANK and WORLD_SIZE in the
     environment then have their numbers.
+
+    Returns:
+        This process's place in the group, and the positions of all of them in the program's calls.
 
     Raises:
         PeerError, RendezvousError: A member died or did not come, and the job does not continue without it.
     """
     global _members
-    _members = members if members.may_change else None  # otherwise the group alone keeps the store
-    members.admits = _calls <= 1
+    _members = members
+    members.admits = _position <= 2
     connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
         try:
-            store = meet(members, env, timeout)
-            calls = form_group(backend, store, env.rank, env.world_size, connecting, _calls)
+            env, store = meet(members, env, timeout)
+            positions = form_group(backend, store, env.rank, env.world_size, connecting, _position)
             break
-        except (PeerError, RendezvousError, dist.DistError):
+        except (PeerError, RendezvousError, RuntimeError):  # gloo's are plain ones
             if members.is_new and members.ended():
                 say("the job ends before this process could join it")
                 raise SystemExit(0) from None
@@ -56,12 +59,7 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> WorkerE
         set_timeout(timeout)
     if members.generation:
         os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
-    if len({call for call in calls if call}) > 1:
-        raise PeerError(
-            "a process was lost just when some ranks had ended a call (of run, evaluate, predict; of fit, validate, "
-            "test), and others had not; they cannot continue together. Start the job again."
-        )
-    return env
+    return env, positions
 
 
 def note_call() -> None:
@@ -69,10 +67,16 @@ def note_call() -> None:
 
     New processes can only join the first one of a program: they run the program from its beginning.
     """
-    global _calls
-    _calls += 1
+    global _position
+    _position = (_position + 1) // 2 * 2 + 1
     if _members is not None:
-        _members.admits = _calls == 1
+        _members.admits = _position == 1
+
+
+def note_end_of_call() -> None:
+    """Note that this rank has come to the end of its call. It then waits for the others."""
+    global _position
+    _position += 1
 
 
 def have_members_changed() -> bool:
@@ -80,13 +84,16 @@ def have_members_changed() -> bool:
     return _members is not None and _members.have_changed()
 
 
-def form_anew(cause: PeerError) -> None:
+def form_anew(cause: PeerError) -> bool:
     """Form the default group anew, after others have died or joined. A collective of the members.
 
     Groups made from the old one are gone.
 
     Args:
         cause: The error that has ended the run here.
+
+    Returns:
+        Whether the call is over here: no member is still in it.
 
     Raises:
         PeerError: ``cause``, if no process has died, or the job does not continue without it; or the launcher has given
@@ -97,9 +104,21 @@ def form_anew(cause: PeerError) -> None:
         raise cause
     backend, timeout = backend_of(world), timeout_of(world)
     leave_failed_group()
-    env = form_group_of(_members, backend, timeout)
+    env, positions = form_group_of(_members, backend, timeout)
     if env.rank == 0:
         say(f"continues with {env.world_size} process{'' if env.world_size == 1 else 'es'}")
+    return _is_over(positions)
+
+
+def _is_over(positions: list[int]) -> bool:
+    """Whether this rank's call is over. A rank returns from a call only once all have come to its end."""
+    global _position
+    if _position % 2:
+        return False
+    if min(positions) >= _position:
+        return True
+    _position -= 1  # again in the call
+    return False
 
 
 def leave_failed_group() -> None:

@@ -123,16 +123,21 @@ class Recover(DistributedCallback):
     def _recovering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self.recovery.call(functools.partial(method, *args, **kwargs), self._let_go)
+            return self.recovery.call(functools.partial(method, *args, **kwargs), self)
 
         return call
 
-    def _let_go(self) -> None:
+    def begin_again(self) -> None:
+        """Forget the call that has failed."""
+        for callback in self._callbacks:
+            if isinstance(callback, Resume):
+                callback.read_again()
+
+    def follow(self) -> None:
+        """Divide the data among the ranks that are left."""
         for callback in self._callbacks:
             if isinstance(callback, ShardData):
                 callback.divide_again()
-            if isinstance(callback, Resume):
-                callback.read_again()
 
     @contextlib.contextmanager
     def _copying(self, trial: Any) -> Iterator[None]:

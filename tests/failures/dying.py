@@ -2,7 +2,9 @@
 
 ``DIES`` is a plan, by the rank that a process was started with: ``{"0": ["backward", 5]}`` kills rank 0 in its fifth
 backward, ``{"2": ["time", 0.3]}`` kills rank 2 so many seconds after it was about to join, and
-``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it. With
+``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it. "end" is
+before the wait for the others at the end of a call, "ended" after it. ``{"0": ["unheard", 1]}`` kills nobody: rank 0
+has not heard that all have come to the end of its first call. With
 ``COPIES=often`` a copy of the run follows each step.
 
 Rank 0 leaves the results in "result.pt". Each process adds the samples of its steps to a file as it goes.
@@ -31,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_callbacks import get_rank
 from ddp_callbacks.checkpoints import recovery
 from ddp_callbacks.environment import SUCCESSOR
+from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import survivors
 
 SAMPLES, BATCH, EPOCHS, FEATURES, CLASSES = 45, 10, 3, 6, 4
@@ -67,6 +70,19 @@ def before(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def ending(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """The wait at the end of a call; the plan may let this process fail to hear that all have come."""
+
+    def call(*args: Any) -> None:
+        moment("end")
+        wait(*args)
+        moment("ended")
+        if ("unheard", _counts["ended"]) == PLAN:
+            raise PeerError("a message was lost")
+
+    return call
+
+
 def prepare() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -74,6 +90,7 @@ def prepare() -> None:
         recovery._SECONDS, recovery._SHARE = 1e-6, 0
     for phase, name in (("meeting", "meet"), ("connecting", "form_group")):
         setattr(survivors, name, before(phase, getattr(survivors, name)))
+    recovery.any_rank = ending(recovery.any_rank)
     if PLAN[0] == "time":
         timer.start()
     moment("start")
@@ -128,6 +145,8 @@ def note(epoch: int, batch: int, x: torch.Tensor) -> None:
 
 
 def table(path: Path) -> list[dict[str, str]]:
+    if get_rank():
+        return []  # rank 0 may still write it
     with path.open() as file:
         return list(csv.DictReader(file))
 

@@ -6,16 +6,18 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit.once import once
-from kit.ranks import HOSTNAME, Nursery, Rank, note
+from kit.ranks import HOSTNAME, Nursery, Rank, note, noting_errors
 from misfortunes import (
     CAUGHT,
     PATIENCE,
@@ -31,6 +33,8 @@ from misfortunes import (
 from side_by_side import World, run_side_by_side
 
 from ddp_callbacks import join_process_group
+from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.mailbox import Mailbox
 from ddp_callbacks.errors import MismatchError, PeerError
 
 pytestmark = pytest.mark.shares_results()
@@ -243,6 +247,31 @@ def test_failures_that_all_catch_leave_no_shared_memory(nursery: Nursery, tmp_pa
         assert rank.code == 0, rank.stderr
         _, *later = rank.notes["seen"]  # what the last failed run had may stay until the next one
         assert len(set(later)) == 1, rank.notes["seen"]
+
+
+def die_behind_a_long_message() -> None:
+    """Rank 1 announces it, and is gone before rank 0 looks for it."""
+    join_process_group()
+    _, other = all_gather_object(os.getpid(), "the processes")
+    collect = Mailbox.collect
+
+    def collect_later(*args: Any) -> list[bytes]:
+        if my_rank() == 1:
+            os.kill(other, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while os.path.exists(f"/proc/{other}/exe") and time.monotonic() < end:
+            os.sched_yield()
+        return collect(*args)
+
+    Mailbox.collect = collect_later  # type: ignore[method-assign]
+    with noting_errors():
+        all_gather_object(torch.zeros(1 << 20), "a long message")
+
+
+def test_a_rank_that_dies_behind_a_long_message_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    first, second = nursery.run(die_behind_a_long_message, 2, tmp_path)
+    kind, text = first.notes["error"]
+    assert kind == "PeerError" and f"rank 1 (host {HOSTNAME}, pid {second.pid}) died" in text, text
 
 
 def fork_children() -> None:

@@ -9,13 +9,18 @@ import datetime
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from kit.ranks import Nursery
+import torch.distributed as dist
+from kit.ranks import Nursery, run_distributed
+from lightning.pytorch.loggers import CSVLogger
 from misfortunes import suffer
 from survival import Plan, prove
 
+from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks.lightning import CallbackStrategy
 
 
 @pytest.mark.cold
@@ -56,6 +61,26 @@ def test_an_exception_still_ends_all_with_its_own_text(nursery: Nursery, tmp_pat
     assert other.noted_at["error"] - unlucky.noted_at["error"] < 10 * other.slowness  # it awaits no new list of members
 
 
+@pytest.mark.cold
+def test_a_process_dies_when_only_some_know_that_all_have_come_to_the_end_of_a_call(tmp_path: Path) -> None:
+    printed = prove(tmp_path, "trial", "sgd", 3, {0: ("unheard", 1), 2: ("ended", 1)}, "often")
+    assert "ddprun: done, with 1 of 3 processes lost on the way" in printed, printed
+
+
+def log_where_others_have(folder: str) -> int:
+    """Rank 0 is new, and its logger would choose another version; the others have logged to version 0 so far."""
+    Path(folder, "lightning_logs", "version_0").mkdir(parents=True, exist_ok=True)
+    strategy, logger = CallbackStrategy(), CSVLogger(folder, version=0 if dist.get_rank() else None)
+    strategy._trainer, strategy.recovery = SimpleNamespace(loggers=[logger]), Recovery()
+    strategy.places = [{"version": 0, "lines": None}] if dist.get_rank() else ()
+    strategy.agree_on_places()
+    return int(logger.version)
+
+
+def test_a_new_process_logs_to_the_version_of_the_others(tmp_path: Path) -> None:
+    assert run_distributed(log_where_others_have, 2, str(tmp_path)) == [0, 0]
+
+
 # --- anywhere ---------------------------------------------------------------------------------------------------------
 
 SEED = os.environ.get("SEED", str(datetime.date.today()))
@@ -74,6 +99,8 @@ PHASES = {
     "start": 1,
     "meeting": 1,
     "connecting": 1,
+    "end": 2,
+    "ended": 1,
 }
 
 

@@ -91,25 +91,31 @@ def test_a_run_that_is_restarted_in_mid_epoch_has_the_numbers_of_one_process(
     torch.testing.assert_close(trained(tmp_path), trained(tmp_path / "one"), rtol=1e-10, atol=1e-12)
 
 
+NIGHT = [pytest.mark.night, pytest.mark.waits(4)]
+
+
 @pytest.mark.parametrize(
-    "lose",
+    ("lose", "which"),
     [
-        lambda bed, host: kill_on(host, "stdin.buffer"),
-        pytest.param(cut_cable, marks=[pytest.mark.night, pytest.mark.waits(4)]),
-        pytest.param(power_off, marks=[pytest.mark.night, pytest.mark.waits(4)]),
+        pytest.param(lambda bed, host: kill_on(host, "stdin.buffer"), 0, id="program of the first"),
+        pytest.param(lambda bed, host: kill_on(host, "stdin.buffer"), 2, id="program of the last", marks=NIGHT),
+        pytest.param(cut_cable, 0, id="cable of the first", marks=NIGHT),
+        pytest.param(cut_cable, 2, id="cable of the last", marks=NIGHT),
+        pytest.param(power_off, 0, id="power of the first", marks=NIGHT),
+        pytest.param(power_off, 2, id="power of the last", marks=NIGHT),
     ],
-    ids=["program", "cable", "power"],
 )
 def test_a_job_that_continues_without_a_lost_host_has_the_numbers_of_one_process(
-    tmp_path: Path, lose: Callable[[HostBed, Host], None]
+    tmp_path: Path, lose: Callable[[HostBed, Host], None], which: int
 ) -> None:
-    variables = ["-x", 'DIES={"2": ["backward", 8, "stays"]}', "-x", "COPIES=often"]
+    variables = ["-x", f'DIES={{"{which}": ["backward", 8, "stays"]}}', "-x", "COPIES=often"]
     argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, "trainer", "adam"]
-    with HostBed(3) as bed, Run(tmp_path, *argv, host=bed.hosts[0]) as run:
+    with HostBed(3) as bed, Run(tmp_path, *argv, host=bed.hosts[1]) as run:
         run.await_files("there")
-        lose(bed, bed.hosts[2])
+        lose(bed, lost := bed.hosts[which])
         assert run.end() == 0, run.text
-        assert re.search(rf"ddprun: h3: {LOST}.*; continuing with 2 processes\n", run.text), run.text
+        assert re.search(rf"ddprun: {lost.name}: {LOST}.*; continuing with 2 processes\n", run.text), run.text
+        assert not of_job(*(host for host in bed.hosts if host is not lost))
     survival.require_truth(tmp_path, "trainer", "adam", run.text)
 
 

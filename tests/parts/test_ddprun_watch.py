@@ -50,8 +50,11 @@ class Launch:
         await asyncio.sleep(0.01)
         return None
 
-    def tell(self, do: str, key: str = "", value: str = "", rank: int = 0, **_: Any) -> None:
-        self.calls.append(f"{do} {key.rpartition('/')[2]}: {value}" if key else f"{do} {rank}")
+    def tell(self, do: str, rank: int, **_: Any) -> None:
+        self.calls.append(f"{do} {rank}")
+
+    def let_know(self, **news: Any) -> None:
+        self.calls += [f"{kind}: {json.dumps(values)}" for kind, values in news.items()]
 
     async def halt(self, nodes: Any) -> dict[Any, Any]:
         self.calls.append(f"halt {len(nodes)}")
@@ -85,12 +88,16 @@ def ended(rank: int, code: int, host: int | None = None, by: str | None = None) 
     return rank if host is None else host, "ended", values
 
 
+def exited(rank: int) -> str:
+    return f'ended: {{"{rank}": 0}}'
+
+
 HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
-    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["set ended: 0", "end"]),
-    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["set ended: 0"]),
+    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], [exited(0), "end"]),
+    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], [exited(0)]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
     "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
@@ -98,7 +105,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "one has failed, and all start again": (
         1,
         [*BOTH, ended(1, 3), ended(0, 143), HALTED, started(0), ended(0, 0), started(1)],
-        ["halt 2", "meet 2", "start 2", "set ended: 0"],
+        ["halt 2", "meet 2", "start 2", exited(0)],
     ),
     "it has failed once too often": (
         1,
@@ -138,9 +145,13 @@ def ready(rank: int) -> Report:
     return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"ready": true}\n'}
 
 
+def meets(rank: int) -> Report:
+    return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"stores": {"1": ["h2", 7]}}\n'}
+
+
 def members(generation: int, *ranks: int, again: int = 0) -> str:
-    replaced = f', "replaced": {{"1": {again}}}' if again else ""
-    return f'set members: {{"generation": {generation}, "ranks": {list(ranks)}{replaced}}}'
+    replaced = {"1": again} if again else {}
+    return f"members: {json.dumps({'generation': generation, 'ranks': ranks, 'replaced': replaced})}"
 
 
 ALL = [started(0), started(1, 1, 2)]
@@ -155,7 +166,7 @@ ASKED: Report = 1, "asked", {"signal": "SIGTERM"}
 LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "a rank is killed": (
         [*ALL, killed(1), done(0), done(2)],
-        [members(1, 0, 2), "replace 1", "set ended: 0", "end"],
+        [members(1, 0, 2), "replace 1", exited(0), "end"],
         0,
         [f"{ONE} 2 processes", "done, with 1 of 3 processes lost on the way"],
     ),
@@ -167,7 +178,7 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     ),
     "the last one, while the others are done": (
         [*ALL, done(0), done(2), killed(1)],
-        ["set ended: 0", "set ended: 0 2", members(1, 0, 2), "end"],
+        [exited(0), exited(2), members(1, 0, 2), "end"],
         0,
         [f"{ONE} 2 processes", "done, with 1 of 3 processes lost on the way"],
     ),
@@ -191,7 +202,7 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     ),
     "a host whose ranks were done": (
         [*ALL, done(1), done(2), CLOSED[1], done(0)],
-        ["set ended: 1", "set ended: 1 2", members(0, 0, 1, 2), "end"],
+        [exited(1), exited(2), members(0, 0, 1, 2), "end"],
         0,
         [f"{LOST}; continuing with 3 processes"],
     ),
@@ -211,9 +222,14 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
             f"rank 2 on h2 {FAILED}",
         ],
     ),
-    "the first host": ([*ALL, CLOSED[0]], ["end"], 1, ["h1: the connection was lost"]),
+    "the first host": (
+        [*ALL, CLOSED[0], meets(1), done(1), done(2)],
+        [members(1, 1, 2), 'stores: {"1": ["h2", 7]}', exited(1), "end"],
+        0,
+        ["h1: the connection was lost; continuing with 2 processes"],
+    ),
     "a rank, after a failure": ([*ALL, done(2, 3), killed(1), done(0)], ["end"], 137, [f"rank 1 on h2 {FAILED}"]),
-    "a rank that had raised": ([*ALL, *raised(1, "KeyError: 3"), done(0), done(2)], ["set ended: 0", "end"], 1, []),
+    "a rank that had raised": ([*ALL, *raised(1, "KeyError: 3"), done(0), done(2)], [exited(0), "end"], 1, []),
     "a rank, while all are asked to stop": ([*ALL, ASKED, killed(1)], ["stop: SIGTERM on h2"], 143, []),
     "who is named by another that fails": (
         [*ALL, killed(1), *raised(0, PEER, [1]), *raised(2, PEER, [1])],
@@ -229,7 +245,7 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     ),
     "whom a later failure has nothing to do with": (
         [*ALL, killed(1), done(0), *raised(2, "KeyError: 3")],
-        [members(1, 0, 2), "replace 1", "set ended: 0", "end"],
+        [members(1, 0, 2), "replace 1", exited(0), "end"],
         1,
         [f"{ONE} 2 processes", "rank 2 on h2 failed with exit code 1: KeyError: 3"],
     ),
@@ -241,19 +257,19 @@ REPLACED = "done, with 1 of 3 processes lost on the way, 1 of them replaced"
 SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "it joins": (
         [ready(1), done(0), done(2), done(1)],
-        [members(2, 0, 1, 2, again=1), "set ended: 0", "set ended: 0 2", "end"],
+        [members(2, 0, 1, 2, again=1), exited(0), exited(2), "end"],
         0,
         [BACK, REPLACED],
     ),
     "it is killed before, and not replaced": (
         [killed(1), done(0), done(2)],
-        ["set ended: 0", "end"],
+        [exited(0), "end"],
         0,
         ["rank 1 on h2: the new process ended with exit code 137 before it joined: killed by SIGKILL"],
     ),
     "it raises an exception before": (
         [*raised(1, "KeyError: 3"), done(0), done(2)],
-        ["set ended: 0", "end"],
+        [exited(0), "end"],
         0,
         ["rank 1 on h2: the new process ended with exit code 1 before it joined: KeyError: 3"],
     ),
@@ -263,7 +279,7 @@ SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
         [
             *(members(2, 0, 1, 2, again=1), members(3, 0, 2), "replace 1"),
             *(members(4, 0, 1, 2, again=2), members(5, 0, 2), "replace 1"),
-            *(members(6, 0, 1, 2, again=3), members(7, 0, 2), "set ended: 0", "end"),
+            *(members(6, 0, 1, 2, again=3), members(7, 0, 2), exited(0), "end"),
         ],
         0,
         [BACK, "done, with 1 of 3 processes lost on the way"],

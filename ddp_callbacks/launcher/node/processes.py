@@ -17,11 +17,17 @@ from typing import Any, NamedTuple
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MFD_CLOEXEC = 1
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory. (Conda's Python lacks os.memfd_create.)"""
+    return int(_LIBC.memfd_create(name.encode(), _MFD_CLOEXEC))
 
 
 def start(
@@ -55,18 +61,20 @@ class Rank(NamedTuple):
     pipes: tuple[int, int]
 
 
-def start_rank(how: Start, taken: int) -> tuple[Rank, dict[int, str]]:
-    """Start a process for a rank, with ``taken`` as its standard input, which is closed here.
+def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]:
+    """Start a process for a rank.
+
+    Args:
+        taken: A descriptor: its standard input, which is closed here.
+        news: A descriptor of the file from which it reads what the launcher lets it know.
 
     Returns:
         The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
     """
     record, stacks, output, errors = (os.pipe() for _ in range(4))
-    pipes = {
-        "TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{record[1]}",
-        "DDP_CALLBACKS_STACKS": f"/proc/{os.getpid()}/fd/{stacks[1]}",
-    }
-    process = start(how.words, how.cores, env=how.environ | pipes, stdin=taken, stdout=output[1], stderr=errors[1])
+    own = {"TORCHELASTIC_ERROR_FILE": record[1], "DDP_CALLBACKS_STACKS": stacks[1], "DDP_CALLBACKS_NEWS": news}
+    files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
+    process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
     for descriptor in (*([] if taken == subprocess.DEVNULL else [taken]), output[1], errors[1]):
         os.close(descriptor)
     streams = {output[0]: "o", errors[0]: "e", stacks[0]: "s", record[0]: "f"}

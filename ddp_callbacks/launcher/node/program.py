@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -18,7 +17,7 @@ from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold
 from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
-from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, start, start_rank
+from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, memory_file, start, start_rank
 from ddp_callbacks.launcher.node.stopped import Stopped
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
@@ -59,8 +58,7 @@ class Node:
         self._stopped = Stopped()
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
-        self._store_input: int | None = None
-        self._settings = bytearray()  # data for it, which may wait for long: the store first imports torch
+        self._news = memory_file("news")  # what the launcher lets the ranks know, which they read
         self._input: int | None = None  # rank 0's standard input
         self._unread: bytes | None = b""  # data for it; None: no more will come
         self._leaves = False  # whether this program ends with the ranks
@@ -145,9 +143,9 @@ class Node:
         if self._unread is None:
             self._close_input()
 
-    def do_set(self, key: str, value: str) -> None:
-        """Set a key in the store on this node."""
-        self._settings += f"{json.dumps([key, value])}\n".encode()
+    def do_news(self, **news: Any) -> None:
+        """Let the ranks know something."""
+        os.write(self._news, f"{json.dumps(news)}\n".encode())
 
     def do_halt(self, seconds: float) -> None:
         """End the ranks. The answer comes once they have ended, and others can be started."""
@@ -182,11 +180,10 @@ class Node:
             return
         (address, port, *_), descriptor = self._listener.getsockname(), self._listener.fileno()
         words = [*words, address, str(port), str(descriptor)]
-        self._store = start(words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
+        self._store = start(
+            words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+        )
         self._ending.spared = {self._store.pid}
-        assert self._store.stdin is not None
-        self._store_input = self._store.stdin.fileno()
-        os.set_blocking(self._store_input, False)
 
     def _open_input(self) -> int:
         """Return what rank 0 reads as its standard input."""
@@ -198,7 +195,7 @@ class Node:
 
     def _start_rank(self, rank: int, taken: int) -> None:
         """Start a process for a rank, with ``taken`` as its standard input."""
-        started, streams = start_rank(self._starts[rank], taken)
+        started, streams = start_rank(self._starts[rank], taken, self._news)
         self._ranks[started.process.pid] = started
         self._streams |= {descriptor: (stream, rank) for descriptor, stream in streams.items()}
 
@@ -230,7 +227,7 @@ class Node:
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
         said = self._store.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-        self._forget_store()
+        self._store = None
         if not self._ending.has_begun and self._ranks:
             text = f"the process that hosts the ranks' store ended with exit code {code}: {said}"
             self._link.tell("problem", text=text)
@@ -239,18 +236,16 @@ class Node:
         if self._store is not None:
             self._store.kill()
             self._store.wait()
-            self._forget_store()
+            self._store = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
-    def _forget_store(self) -> None:
-        self._store = self._store_input = None
-        self._settings.clear()
-
     def _get_ready(self) -> None:
         """Forget the ended ranks, and tell the launcher that others can be started."""
         self._end_store()
+        os.close(self._news)
+        self._news = memory_file("news")
         self._halts = False
         self._ending.reset()
         self._close_input()
@@ -263,7 +258,7 @@ class Node:
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
-            is_output = descriptor in (1, self._input, self._store_input)
+            is_output = descriptor in (1, self._input)
             poll.register(descriptor, select.POLLOUT if is_output else select.POLLIN)
         came = [descriptor for descriptor, _ in poll.poll((_TICK if self._ending.is_busy else _LOOK) * 1000)]
         if 0 not in came and self._link.is_silent:
@@ -283,8 +278,6 @@ class Node:
                 ready[1] = self._link.write
         if self._input is not None and self._unread:
             ready[self._input] = self._feed
-        if self._store_input is not None and self._settings:
-            ready[self._store_input] = self._feed_store
         if not self._link.is_full:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         return ready
@@ -323,11 +316,6 @@ class Node:
             return
         if not self._unread:
             self._link.tell("taken")
-
-    def _feed_store(self) -> None:
-        assert self._store_input is not None
-        with suppress(BrokenPipeError):  # it has ended, as its exit code will tell
-            del self._settings[: os.write(self._store_input, self._settings)]
 
     def _close_input(self) -> None:
         if self._input is not None:
