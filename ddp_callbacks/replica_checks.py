@@ -19,7 +19,7 @@ from ddp_callbacks.step_times import StepTimes, Stragglers
 
 FIRST = 10
 """The number of steps before the first comparison."""
-_SHARE = 0.01  # of the time, for comparisons
+_SHARE = 0.005  # of the time, for comparisons: half of what they may take, as no rank sees all that they cost
 _LONGEST = 300.0  # seconds between two of them
 
 
@@ -55,6 +55,8 @@ class ReplicaChecks:
     def after_step(self, optimizers: Sequence[Any], epoch: int, step: int) -> None:
         """Compare the replicas, if it is time. A collective then. Every rank must call it after the same steps.
 
+        Call ``times.mark(None)`` afterwards, when nothing waits for other ranks any more until the next batch.
+
         Args:
             optimizers: The optimizers of the module.
             epoch, step: Where this is, for messages.
@@ -63,10 +65,10 @@ class ReplicaChecks:
             MismatchError: On every rank alike; see :func:`ddp_callbacks.comm.equality.settle`.
             PeerError: Another rank failed or died.
         """
+        self.times.mark("between steps")
         self._steps += 1
         if self._steps < self._interval:
             return
-        self.times.mark("between steps")
         begin = time.perf_counter()
         named = dict(_compared(self._module, optimizers))
         own = [(begin - self._since) / self._steps, self._cost, [part / self._steps for part in self.times.take()]]
@@ -78,7 +80,6 @@ class ReplicaChecks:
         self._interval, self._steps = steps_until_next(costs, seconds), 0
         self._since = time.perf_counter()
         self._cost = self._since - begin
-        self.times.mark(None)
 
     def _name_stragglers(self, seconds: float, times: Sequence[Sequence[float]]) -> None:
         for rank, text in self._stragglers.note(seconds, times):

@@ -116,7 +116,6 @@ class Run:
         loaders = _parts.loaders_of_batch(combined, dataloader_idx)
         self._mark("between steps")
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
-        self._mark(None)
         if training:
             self._trained += self.batches.share.local
             joins_steps = self._local is None or self._local.is_last_step
@@ -126,6 +125,7 @@ class Run:
         results = _logged.results_of(self._trainer)
         if results is not None:
             results.begin_batch(joins_steps)
+        self._mark(None)
         if self.batches.is_padding:
             self._undo = remember_padding(self._model, self.metrics)
 
@@ -245,6 +245,7 @@ class Run:
             self.decisions.pass_moment()
         if results.joins_steps and (self._is_read(results) or results.is_full):
             results.join()
+        self._mark(None)
 
     def _is_read(self, results: Any) -> bool:
         """Whether anything on any rank reads logged values of this step. A collective in evaluations."""

@@ -24,6 +24,7 @@ from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replica_checks import ReplicaChecks
+from ddp_callbacks.step_times import Part
 from ddp_callbacks.torchbearer.base import (
     CALLS,
     DATA_KEYS,
@@ -268,13 +269,13 @@ class StopTogether(DistributedCallback):
             self._checks = ReplicaChecks(state[MODEL], state[STEP_TIMES], self._on_divergence, self.process_group)
 
     def on_sample(self, state: State) -> None:
-        if self._checks is not None:
-            self._checks.times.mark("between steps")
+        self._mark("between steps")
 
     def on_step_training(self, state: State) -> None:
         if self._checks is not None:
             self._checks.after_step([state[OPTIMIZER]], state[torchbearer.EPOCH], state[torchbearer.BATCH])
         self._agree(state, "on_step_training")
+        self._mark(None)
 
     def on_step_validation(self, state: State) -> None:
         self._agree(state, "on_step_validation")
@@ -285,6 +286,10 @@ class StopTogether(DistributedCallback):
             state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
         )
         state[STOP_TRAINING] = any(stops)
+
+    def _mark(self, part: Part | None) -> None:
+        if self._checks is not None:
+            self._checks.times.mark(part)
 
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from trainers import Net, fit, loader, quiet, trainer
 from trials import data, network, trial
 from ways import Way
 
-from ddp_callbacks import replica_checks
+from ddp_callbacks import replica_checks, step_times
 from ddp_callbacks.comm import equality
 from ddp_callbacks.data.sharding import shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError, MismatchError
@@ -260,6 +262,41 @@ def test_what_an_optimizer_keeps_on_one_rank_alone_is_not_compared() -> None:
     optimizer.state[model.wave]["indices"] = torch.eye(3).to_sparse() * dist.get_rank()
     with compared_in_each_step():
         ReplicaChecks(model, StepTimes(), "raise").after_step([optimizer, object()], 0, 0)
+
+
+class Dawdles(Callback, pl.Callback):  # type: ignore[misc]
+    """Of a Trial and a Trainer, on rank 1."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def on_forward(self, *_: Any) -> None:
+        self.dawdle("in forward")
+
+    def on_step_training(self, *_: Any) -> None:
+        self.dawdle("between steps")
+
+    on_before_backward, on_train_batch_end = on_forward, on_step_training
+
+    def dawdle(self, part: str) -> None:
+        end = time.perf_counter() + 0.02 * (dist.get_rank() == 1 and part == self.part)
+        while time.perf_counter() < end:
+            pass
+
+
+@WORLD.each([f"{name} {part}" for name in RUNS for part in ("in forward", "between steps")])
+def test_a_rank_that_dawdles_is_named_with_the_part_of_the_step(name: str) -> None:
+    run, _, part = name.partition(" ")
+    with (
+        mock.patch.object(replica_checks, "FIRST", 10),
+        mock.patch.object(step_times, "_PATIENCE", 1e-9),
+        mock.patch.object(replica_checks, "say") as said,
+    ):
+        RUNS[run]("raise", Dawdles(part))
+    lines = [text for call in said.mock_calls for text in call.args]
+    assert not dist.get_rank() or not lines
+    assert dist.get_rank() or re.match(rf"rank 1 \(host {HOSTNAME}, pid \d+\) has .*; most of it {part} \(", lines[0])
 
 
 # --- at the end of an epoch -------------------------------------------------------------------------------------------

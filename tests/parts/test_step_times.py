@@ -13,17 +13,17 @@ from ddp_callbacks.step_times import StepTimes, Stragglers
 @pytest.mark.parametrize(
     ("costs", "steps", "interval"),
     [
-        ([0.001, 0.001], [0.001, 0.001], 100),  # a step's worth is 1 % of a hundred steps
-        ([0.001, 0.004], [0.001, 0.001], 100),  # the second rank has waited
-        ([0.0007, 0.002], [0.1, 0.1], 1),
-        ([0.0151, 0.02], [0.1, 0.11], 16),
+        ([0.001, 0.001], [0.001, 0.001], 200),  # half of 1 % of the time
+        ([0.001, 0.004], [0.001, 0.001], 200),  # the second rank has waited
+        ([0.0004, 0.002], [0.1, 0.1], 1),
+        ([0.0151, 0.02], [0.1, 0.11], 31),
         ([0.0, 0.0], [0.1, 0.1], 1),  # not yet known
-        ([1.0, 1.0], [0.01, 0.01], 10_000),
+        ([1.0, 1.0], [0.01, 0.01], 20_000),
         ([60.0, 60.0], [0.01, 0.01], 30_000),  # five minutes
         ([9.0, 9.0], [700.0, 700.0], 1),
     ],
 )
-def test_comparisons_take_a_hundredth_of_the_time(costs: list[float], steps: list[float], interval: int) -> None:
+def test_comparisons_take_half_a_percent_of_the_time(costs: list[float], steps: list[float], interval: int) -> None:
     assert steps_until_next(costs, steps) == interval
 
 
