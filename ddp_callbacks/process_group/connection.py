@@ -134,7 +134,9 @@ def end_when_silent(port: int) -> None:
     """
     limit = round(1000 * _seconds(HEARTBEAT_TIMEOUT, "10"))
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(int(descriptor))) as sock:
-            if sock.family != socket.AF_UNIX and sock.getpeername()[1] == port:
-                _keep_alive(sock)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        with contextlib.suppress(OSError):  # it was closed by now, or is not connected
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor))) as sock:
+                    if sock.family != socket.AF_UNIX and sock.getpeername()[1] == port:
+                        _keep_alive(sock)
+                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)

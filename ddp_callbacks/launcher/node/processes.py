@@ -27,7 +27,10 @@ def adopt_orphans() -> None:
 
 def memory_file(name: str) -> int:
     """Return the descriptor of a new file in memory. (Conda's Python lacks os.memfd_create.)"""
-    return int(_LIBC.memfd_create(name.encode(), _MFD_CLOEXEC))
+    descriptor = _LIBC.memfd_create(name.encode(), _MFD_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "this system has no files in memory (memfd_create)")
+    return int(descriptor)
 
 
 def start(
