@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddp_callbacks.lightning._parts import is_accumulating
@@ -64,6 +64,18 @@ def results_of_training(trainer: Any) -> Any:
 def results_of_evaluation(trainer: Any) -> Any:
     """Return the collection of a fit's validation loop."""
     return trainer.fit_loop.epoch_loop.val_loop._results
+
+
+def put_results_back(trainer: Any) -> None:
+    """Give each loop an empty collection of Lightning's own class."""
+    for loop in loops_with_results(trainer):
+        replace_results(loop, results_class(trainer.strategy.package))
+
+
+def loops_with_results(trainer: Any) -> Sequence[Any]:
+    """Return the loops that have such a collection."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.process_group.survivors import note_call
 
 
@@ -53,6 +53,7 @@ class _Begin:
         """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
         trainer = self._trainer
         _parts.tear_down(trainer)
+        _logged.put_results_back(trainer)  # a single process has nobody to join the values with
         trainer.state.stage, trainer.should_stop = self._stage, False
         for part, training in self._modes:
             part.training = training

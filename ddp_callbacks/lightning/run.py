@@ -66,9 +66,8 @@ class Run:
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
-        evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-        self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
-        for loop in (epoch_loop, *evaluations):
+        self._loops = (trainer.fit_loop, *_logged.loops_with_results(trainer)[1:], trainer.predict_loop)
+        for loop in _logged.loops_with_results(trainer):
             _logged.replace_results(loop, lambda training: results(training, batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)

@@ -16,7 +16,7 @@ from kit.once import once
 
 SCRIPT = dying.__file__
 RELATIVE = 1e-10
-Plan = dict[int, tuple[str, float]]  # who dies where; see dying.py
+Plan = dict[int, tuple[str, float] | tuple[str, float, str]]  # who dies where; see dying.py
 Steps = dict[tuple[int, int], list[int]]  # the samples of each step, by epoch and batch
 
 

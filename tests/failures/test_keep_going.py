@@ -38,15 +38,15 @@ def test_a_run_that_loses_a_process_has_the_numbers_of_one(
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    "dies",
+    ("size", "dies"),
     [
-        pytest.param({2: ("validation", 1)}, id="in the sanity check: the module trains again"),
-        pytest.param({0: ("start", 1)}, id="before the first group: the new rank 0 writes"),
-        pytest.param({0: ("validation", 13)}, id="in a later call: the log keeps its rows"),
+        pytest.param(2, {1: ("validation", 1, "for good")}, id="in the sanity check: one module trains again, alone"),
+        pytest.param(3, {0: ("start", 1)}, id="before the first group: the new rank 0 writes"),
+        pytest.param(3, {0: ("validation", 13)}, id="in a later call: the log keeps its rows"),
     ],
 )
-def test_a_trainer_that_loses_a_process_outside_of_training(tmp_path: Path, dies: Plan) -> None:
-    prove(tmp_path, "trainer", "sgd", 3, dies, "often")
+def test_a_trainer_that_loses_a_process_outside_of_training(tmp_path: Path, size: int, dies: Plan) -> None:
+    prove(tmp_path, "trainer", "sgd", size, dies, "often")
 
 
 @pytest.mark.wide
