@@ -2,7 +2,7 @@
 
     python examples/benchmarks/recovery/soak.py
 
-The same training runs three times: on one process, on three processes, and on three of which one at a time is killed.
+The same training runs three times: on one process, on several, and on several of which one at a time is killed.
 Its loss is convex, so that rounding does not grow over so many steps.
 """
 
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROWS, BATCH, FEATURES, CLASSES = 6400, 64, 1000, 50
-JOB = [sys.executable, "-m", "ddp_callbacks.launcher", "--keep-going", "--nproc-per-node", "3"]
+LAUNCHER = [sys.executable, "-m", "ddp_callbacks.launcher", "--keep-going", "--nproc-per-node"]
 LIMIT = 3.0  # of the expected time, after which a run is given up
 
 
@@ -28,21 +28,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30, help="of the run that is disturbed, about (default 30)")
     parser.add_argument("--seconds", type=float, default=29, help="between two kills (default 29)")
+    parser.add_argument("--processes", type=int, default=2, help="no more than there are cores (default 2)")
     parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.epochs is not None:
         train(options.epochs)
         return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        few, many = (time_of(JOB, folder / f"try-{epochs}", epochs, 600) for epochs in (10, 40))
+        folder, job = Path(name), [*LAUNCHER, str(options.processes)]
+        few, many = (time_of(job, folder / f"try-{epochs}", epochs, 600) for epochs in (10, 40))
         epochs = round(60 * options.minutes * 30 / (many - few))
         print(f"{epochs} epochs of {ROWS // BATCH} steps", flush=True)
         whole = 60 * options.minutes
-        undisturbed = time_of(JOB, folder / "undisturbed", epochs, LIMIT * whole)
+        undisturbed = time_of(job, folder / "undisturbed", epochs, LIMIT * whole)
         disturbed = folder / "disturbed"
-        begin, kills = time.monotonic(), Kills(disturbed, options.seconds)
-        time_of(JOB, disturbed, epochs, LIMIT * whole, kills)
+        begin, kills = time.monotonic(), Kills(disturbed, options.seconds, options.processes)
+        time_of(job, disturbed, epochs, LIMIT * whole, kills)
         took = time.monotonic() - begin
         time_of([sys.executable], folder / "one", epochs, LIMIT * whole)
         report(undisturbed, took, kills, distance(folder / "one", disturbed))
@@ -51,14 +52,14 @@ def main() -> None:
 class Kills:
     """Kills a process of a job again and again, each by its number, and notes for how long it is missing."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self._folder, self._seconds = folder, seconds
+    def __init__(self, folder: Path, seconds: float, processes: int) -> None:
+        self._folder, self._seconds, self.processes = folder, seconds, processes
         self._next, self._killed = time.monotonic() + seconds, list[tuple[int, float]]()
 
     def look(self) -> None:
         """Kill one if it is time, and all take part."""
         processes = [*self._folder.glob("process-*")]
-        if time.monotonic() < self._next or len(processes) < 3:
+        if time.monotonic() < self._next or len(processes) < self.processes:
             return
         chosen = random.Random(len(self._killed)).choice(sorted(processes))
         number, pid = chosen.name.split("-")[1], int(chosen.read_text())
@@ -110,7 +111,7 @@ def distance(one: Path, other: Path) -> float:
 
 
 def report(undisturbed: float, took: float, kills: Kills, distance: float) -> None:
-    present = 1 - kills.missing(time.monotonic()) / (3 * took)
+    present = 1 - kills.missing(time.monotonic()) / (kills.processes * took)
     kept = undisturbed / took
     print(f"undisturbed {undisturbed:.0f} s, with {kills.count} kills {took:.0f} s: {kept:.1%} of the throughput")
     print(f"{present:.1%} of the processes' time was there; of that, {kept / present:.1%}")
