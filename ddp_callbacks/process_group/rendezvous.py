@@ -186,9 +186,11 @@ def _connect(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.TCPSt
             opened.set_exception(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    patience = _Patience(members, env, 2 * timeout)  # torch's own error comes earlier
+    patience, end = _Patience(members, env, 9 * timeout), time.monotonic() + 2 * timeout.total_seconds()
     while not wait([opened], _LOOK).done:
         patience.look({0})
+        if time.monotonic() > end:  # torch's own error comes earlier, unless it tries again
+            raise TimeoutError("nothing answers")
     if members.may_change:
         end_when_silent(port)
     return opened.result()

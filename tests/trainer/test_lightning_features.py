@@ -121,6 +121,7 @@ def of_the_other_package() -> Any:
 
 
 def of_the_other_package_that_is_imported() -> Any:
+    importlib.import_module("pytorch_lightning")  # before: otherwise its package here is refused
     importlib.import_module("ddp_callbacks.pytorch_lightning")
     of_the_other_package()
 
