@@ -42,7 +42,6 @@ class Reducer:
         rounds: The number of complete synchronizations.
         outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
         carried: All ranks' numbers from the last synchronization that had some, by rank.
-        times: This rank's times between the waits for sums.
 
     Args:
         dense, sparse: The parameters with dense and with sparse gradients.
@@ -50,6 +49,7 @@ class Reducer:
         sums: Sums the gradients over the ranks.
         bucket_cap_mb: The size in MiB at which a bucket is closed.
         room: How many numbers each rank can send along.
+        times: Where to note this rank's times between the waits for sums.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Reducer:
         sums: BucketSums,
         bucket_cap_mb: float,
         room: int,
+        times: StepTimes,
     ) -> None:
         self.parameters, self.dense, self.names = [*dense, *sparse], len(dense), names
         self.used = [False] * len(self.parameters)
@@ -68,7 +69,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
-        self.times = StepTimes()
+        self._times = times
         assigned = assign_buckets(dense, bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
@@ -89,7 +90,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
-        self.times.mark("in forward")
+        self._times.mark("in forward")
         if not self._is_finished:  # drop the sums and memory of the previous one
             for bucket in self.buckets:
                 bucket.pool.abandon()
@@ -117,7 +118,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
-        self.times.mark("in backward")
+        self._times.mark("in backward")
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -140,7 +141,7 @@ class Reducer:
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self.rounds += 1
-        self.times.mark(None)
+        self._times.mark(None)
 
     def _launch(self, bucket: Bucket) -> None:
         if self._launched:

@@ -111,8 +111,7 @@ class GradientSynchronizer:
         are_sparse = _sparse_parameters(module)
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
-        self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room)
-        self._reducer.times = self.times
+        self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room, self.times)
         self._hooks = BackwardHooks(self._reducer, self._switch)
 
     @property

@@ -12,6 +12,8 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from ddp_callbacks.launcher.connection import Event
+from ddp_callbacks.launcher.failures import End
+from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
 
@@ -294,6 +296,21 @@ SUCCESSORS: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
 for name, (reports, calls, code, says) in SUCCESSORS.items():
     first = [*ALL, killed(1)], [members(1, 0, 2), "replace 1"]
     LOSSES[f"a successor: {name}"] = [*first[0], *reports], [*first[1], *calls], code, [f"{ONE} 2 processes", *says]
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(59.0, False), (61.0, True)])
+def test_a_rank_that_had_joined_for_a_minute_may_be_replaced_again(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, again: bool
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("ddp_callbacks.launcher.members.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node: Any = SimpleNamespace(plan=SimpleNamespace(name="h1"), place={"processes": 2})
+    known = Members([node])
+    for _ in range(3):
+        assert known.replace(End("h1", 1))
+        known.join(1)
+    now[0] += seconds
+    assert known.replace(End("h1", 1)) == again
 
 
 @pytest.mark.parametrize("case", LOSSES)
