@@ -113,8 +113,8 @@ def settle(
     ]
     if not lines:
         return
-    more = [f"... and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
-    text = "\n  ".join([f"the ranks hold different models {when}:", *lines[:SHOWN], *more])
+    shown = [*lines[:SHOWN], *[f"... and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)]
+    text = "\n  ".join([f"the ranks hold different models {when}:", *shown])
     if not are_alike:
         processors = ", ".join(each.processor for each in replicas)
         warnings.warn(f"{text}\nThey compute on {processors}; all continue with rank 0's.", stacklevel=3)
@@ -123,7 +123,7 @@ def settle(
     elif None in sources.values():
         raise MismatchError(f"{text}\n{_NO_MAJORITY} {_REMEDY}")
     elif get_rank(group) == 0:
-        say(f"{' '.join(text.split())}. All continue with the values of the majority.", logging.WARNING)
+        say(f"{text}\nAll continue with the values of the majority.", logging.WARNING)
 
 
 def _differing(named: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
