@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +28,13 @@ from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.environment import KEEP_GOING
-from ddp_callbacks.errors import PeerError
+from ddp_callbacks.errors import PeerError, say
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.survivors import (
     MembersChanged,
     form_anew,
     have_members_changed,
+    is_call_of_new_processes,
     note_call,
     note_end_of_call,
 )
@@ -228,6 +230,8 @@ class Savers:
             if (saved := each.read()) is not None:
                 self.path = each.path
                 return saved
+        if is_call_of_new_processes() and get_rank() == 0:
+            say("all processes that knew the state of the run are lost: it begins again", logging.WARNING)
         return None
 
     def pass_begin(self, take: Take) -> None:

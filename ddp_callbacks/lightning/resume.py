@@ -159,7 +159,8 @@ class Fit:
         if not isinstance(loader, Resumable) or state is None:
             return
         if state["pass"] is not None and (stage != "train" or self._mine["place"] == "epoch"):
-            state = {**state, "pass": None, "passes": state["passes"] + 1}  # Lightning never drew its end
+            ended = stage != "train" or self._begins_passes()  # Lightning never drew its end
+            state = {**state, "pass": None, "passes": state["passes"] + ended}
         elif stage == "train":
             _set_epoch(loader, self._trainer.current_epoch)  # Lightning does it later, when the pass has begun
         loader.load_state_dict(state)
@@ -223,10 +224,15 @@ class Fit:
         self._put_limits_back()
         states = self._mine["loaders"]["train"]
         for index, (loader, state) in enumerate(zip(self._loaders("train"), states, strict=False)):
-            if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
-                self._set_loader("train", index, loader)  # Lightning has begun a pass
+            ends = self._mine["place"] == "epoch" and self._begins_passes()
+            if ends or (state is not None and state["pass"] is None):
+                self._set_loader("train", index, loader)  # Lightning has begun a pass, which it does not use
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
         self._saved = None  # frees as much memory as the model and its optimizer have
+
+    def _begins_passes(self) -> bool:
+        """Whether the first epoch of this fit begins a pass. Epoch 0 uses the one that begins with the fit."""
+        return bool(self._trainer.current_epoch > 0)
 
     def _states(self) -> LocalStates:
         assert self._saved is not None

@@ -73,6 +73,10 @@ class Members:
     def _is_listed(self) -> bool:
         return any(rank == self._started.rank for rank, _ in self._newest()[1])
 
+    def are_new(self) -> bool:
+        """Whether all members were started in place of lost processes. Local."""
+        return all(replaced for _, replaced in self._ranks)
+
     def is_outdated(self) -> bool:
         """Whether the launcher has written another list than the one that this process follows. Local."""
         return self._newest()[0] > self.generation

@@ -84,6 +84,11 @@ def have_members_changed() -> bool:
     return _members is not None and _members.have_changed()
 
 
+def is_call_of_new_processes() -> bool:
+    """Whether the first call of the program is run by new processes alone. Local."""
+    return _position == 1 and _members is not None and _members.are_new()
+
+
 def form_anew(cause: PeerError) -> bool:
     """Form the default group anew, after others have died or joined. A collective of the members.
 

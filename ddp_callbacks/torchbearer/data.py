@@ -27,6 +27,7 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
@@ -89,7 +90,7 @@ class ShardData(DistributedCallback):
             check_batch_size(batch_size)
         self.batch_size = batch_size
         self.random_state: RunRandomState | None = None
-        """The random state of the run; ``None`` on a single process."""
+        """The random state of the run; ``None`` on a single process that none can join."""
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
@@ -113,7 +114,7 @@ class ShardData(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        if self.world_size > 1:
+        if self.world_size > 1 or is_wanted():  # others may join
             self.random_state = RunRandomState(self.process_group)
             callbacks = state[torchbearer.CALLBACK_LIST]
             for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives

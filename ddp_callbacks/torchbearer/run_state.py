@@ -126,7 +126,7 @@ class RunState:
     def let_go(self) -> None:
         """End the workers of the current passes, and close the callbacks' files, which the next run continues."""
         for callback in self._others.values():
-            if isinstance(callback, CSVLogger | AbstractTensorBoard):
+            if isinstance(callback, CSVLogger | AbstractTensorBoard) and _has_begun(callback):
                 callback.on_end(self._trial.state)
                 if batches := getattr(callback, "batch_log_dir", None):
                     callback.close_writer(batches)
@@ -224,6 +224,10 @@ def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.
             deque(value, maxlen=0)  # parameters to clip or decay: the first batch has used them up
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
+
+
+def _has_begun(callback: CSVLogger | AbstractTensorBoard) -> bool:
+    return any(getattr(callback, name, None) is not None for name in ("csvfile", "writer"))
 
 
 def _rows(callback: CSVLogger) -> int | None:

@@ -2,10 +2,11 @@
 
 ``DIES`` is a plan, by the rank that a process was started with: ``{"0": ["backward", 5]}`` kills rank 0 in its fifth
 backward, ``{"2": ["time", 0.3]}`` kills rank 2 so many seconds after it was about to join, and
-``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it. After
-``{"2": ["backward", 5, "for good"]}`` no new process joins. "end" is before the wait for the others at the end of a
-call, "ended" after it. ``{"0": ["unheard", 1]}`` kills nobody: rank 0 has not heard that all have come to the end of
-its first call. With ``COPIES=often`` a copy of the run follows each step.
+``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it;
+``{"2": ["backward", 5, "waits"]}`` lets it wait there for a new process. After ``{"2": ["backward", 5, "for good"]}``
+no new process joins. "end" is before the wait for the others at the end of a call, "ended" after it.
+``{"0": ["unheard", 1]}`` kills nobody: rank 0 has not heard that all have come to the end of its first call. With
+``COPIES=often`` a copy of the run follows each step.
 
 Rank 0 leaves the results in "result.pt". Each process adds the samples of its steps to a file as it goes.
 """
@@ -19,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -49,6 +51,10 @@ def die() -> None:
     if PLAN[2:] == ("stays",):
         Path("there").touch()
         signal.pause()
+    if PLAN[2:] == ("waits",):
+        while not survivors.have_members_changed():
+            time.sleep(0.02)
+        return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -157,14 +163,11 @@ def table(path: Path) -> list[dict[str, str]]:
 def trial(optimizer: str) -> dict[str, Any]:
     import torchbearer
     from torchbearer import Callback, Trial
-    from torchbearer.callbacks import CSVLogger, on_end_training
+    from torchbearer.callbacks import CSVLogger, on_end_training, on_start
 
     from ddp_callbacks.torchbearer import DDPCallback
 
     class Watch(Callback):  # type: ignore[misc]
-        def on_start(self, state: Any) -> None:
-            moment("opening")
-
         def on_sample(self, state: Any) -> None:
             note(state[torchbearer.EPOCH], state[torchbearer.BATCH], state[torchbearer.X])
 
@@ -176,19 +179,20 @@ def trial(optimizer: str) -> dict[str, Any]:
             return {}
 
     model = Network(nn.Identity())
-    before = on_end_training(lambda _: moment("merge"))
+    before = [on_start(lambda _: moment("opening")), on_end_training(lambda _: moment("merge"))]
     ours = [] if IS_TRUTH else [DDPCallback()]
     made = Trial(
         model,
         optimizer_of(optimizer, model.parameters()),
         nn.CrossEntropyLoss(),
         metrics=["acc", "loss"],
-        callbacks=[before, *ours, Watch(), CSVLogger("log.csv")],
+        callbacks=[*before, *ours, Watch(), log := CSVLogger("log.csv")],
         verbose=0,
     ).to("cpu", torch.float64)
     torch.manual_seed(5)
     made.with_generators(*loaders())
     history = made.run(EPOCHS)
+    made.state[torchbearer.CALLBACK_LIST].callback_list.remove(log)  # an evaluation would write it anew
     values = {"history": [dict(epoch) for epoch in history], "evaluation": dict(made.evaluate())}
     return {"values": values, "parameters": model.state_dict(), "rows": table(Path("log.csv"))}
 

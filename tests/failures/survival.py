@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +18,25 @@ from kit.once import once
 
 SCRIPT = dying.__file__
 RELATIVE = 1e-10
+SEED = os.environ.get("SEED", str(datetime.date.today()))  # of random moments
+KINDS, OPTIMIZERS = ("trial", "trainer"), ("sgd", "adam")
+# How often each phase comes about at least; see dying.py.
+PHASES = {
+    "loading": 40,
+    "forward": 15,
+    "backward": 15,
+    "step": 12,  # between the sum of the gradients and the optimizer's step
+    "merge": 3,  # of metrics, at the end of an epoch
+    "validation": 8,
+    "copy": 8,
+    "opening": 1,
+    "start": 1,
+    "meeting": 1,
+    "connecting": 1,
+    "end": 2,
+    "ended": 1,
+}
+
 Plan = dict[int, tuple[str, float] | tuple[str, float, str]]  # who dies where; see dying.py
 Steps = dict[tuple[int, int], list[int]]  # the samples of each step, by epoch and batch
 

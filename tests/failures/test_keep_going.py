@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from kit.ranks import Nursery, run_distributed
 from lightning.pytorch.loggers import CSVLogger
 from misfortunes import suffer
-from survival import Plan, prove
+from survival import KINDS, OPTIMIZERS, SEED, Plan, prove
 
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.environment import KEEP_GOING
@@ -38,15 +37,24 @@ def test_a_run_that_loses_a_process_has_the_numbers_of_one(
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    ("size", "dies"),
+    ("kind", "size", "dies"),
     [
-        pytest.param(2, {1: ("validation", 1, "for good")}, id="in the sanity check: one module trains again, alone"),
-        pytest.param(3, {0: ("start", 1)}, id="before the first group: the new rank 0 writes"),
-        pytest.param(3, {0: ("validation", 13)}, id="in a later call: the log keeps its rows"),
+        pytest.param(
+            "trainer", 2, {1: ("validation", 1, "for good")}, id="in the sanity check; one trains again, alone"
+        ),
+        pytest.param("trainer", 3, {0: ("start", 1)}, id="before the first group: the new rank 0 writes"),
+        pytest.param("trainer", 3, {0: ("validation", 13)}, id="in a later call: the log keeps its rows"),
+        pytest.param(
+            "trainer", 4, {3: ("forward", 1, "for good"), 0: ("forward", 3, "for good")}, id="two times in an epoch"
+        ),
+        pytest.param(
+            "trial", 2, {1: ("start", 1), 0: ("forward", 3, "waits")}, id="so that the other one begins alone"
+        ),
+        pytest.param("trial", 2, {1: ("opening", 1, "for good")}, id="before the other one has opened its log"),
     ],
 )
-def test_a_trainer_that_loses_a_process_outside_of_training(tmp_path: Path, size: int, dies: Plan) -> None:
-    prove(tmp_path, "trainer", "sgd", size, dies, "often")
+def test_a_process_may_be_lost(tmp_path: Path, kind: str, size: int, dies: Plan) -> None:
+    prove(tmp_path, kind, "sgd", size, dies, "often")
 
 
 @pytest.mark.wide
@@ -83,37 +91,7 @@ def test_a_new_process_logs_to_the_version_of_the_others(tmp_path: Path) -> None
 
 # --- anywhere ---------------------------------------------------------------------------------------------------------
 
-SEED = os.environ.get("SEED", str(datetime.date.today()))
 CUTS = int(os.environ.get("CUTS", "5"))
-KINDS, OPTIMIZERS = ("trial", "trainer"), ("sgd", "adam")
-# How often each phase comes about at least; see dying.py.
-PHASES = {
-    "loading": 40,
-    "forward": 15,
-    "backward": 15,
-    "step": 12,  # between the sum of the gradients and the optimizer's step
-    "merge": 3,  # of metrics, at the end of an epoch
-    "validation": 8,
-    "copy": 8,
-    "opening": 1,
-    "start": 1,
-    "meeting": 1,
-    "connecting": 1,
-    "end": 2,
-    "ended": 1,
-}
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_process_may_die_in_any_phase(tmp_path: Path, phase: str, kind: str, optimizer: str) -> None:
-    chosen = random.Random(f"{SEED} {phase} {kind} {optimizer}")
-    plan: Plan = {chosen.randrange(3): (phase, chosen.randint(1, PHASES[phase]))}
-    copies = "often" if phase == "copy" else chosen.choice(["often", "seldom"])
-    printed = prove(tmp_path, kind, optimizer, 3, plan, copies)
-    assert "continuing with 2 processes" in printed, (plan, printed)
 
 
 @pytest.mark.night

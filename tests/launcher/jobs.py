@@ -107,12 +107,12 @@ def of_job(*there: Host) -> list[str]:
     return [line for host in there for line in host.processes().values()]
 
 
-def kill_on(host: Host, words: str) -> None:
-    """Every process of a host whose command line has these words."""
+def signal_on(host: Host, words: str, number: int = signal.SIGKILL) -> None:
+    """To every process of a host whose command line has these words."""
     for pid, line in host.processes().items():
         if words in line:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 class Run:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import LIMIT, NASTY, STAY, Run, ddprun, kill_on, on_hosts, write
+from jobs import LIMIT, NASTY, STAY, Run, ddprun, on_hosts, signal_on, write
 from kit.hosts import HostBed
 from kit.machine import Slowness
 
@@ -136,7 +136,7 @@ def test_what_a_stranger_writes_to_the_store_is_not_run(bed: HostBed, tmp_path: 
     with Run(tmp_path, *elastic, write(tmp_path, STAY), host=h1) as run:
         run.await_text("up ", 2)
         h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned"), timeout=LIMIT)
-        kill_on(h2, "script.py")
+        signal_on(h2, "script.py")
         run.await_text("up ", 4)  # they meet again all the same
         run.signal(signal.SIGINT)
         assert run.end() == 130

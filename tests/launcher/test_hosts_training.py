@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import survival
 import torch
-from jobs import IMPATIENT, Run, kill_on, of_job, on_hosts, write
+from jobs import IMPATIENT, Run, of_job, on_hosts, signal_on, write
 from kit import commands
 from kit.hosts import Host, HostBed
 from kit.machine import Slowness
@@ -24,7 +23,7 @@ SCRIPT = str(Path(__file__).with_name("train_on_hosts.py"))
 
 
 def kill_rank(bed: HostBed, host: Host) -> None:
-    kill_on(host, SCRIPT)
+    signal_on(host, SCRIPT)
 
 
 def cut_cable(bed: HostBed, host: Host) -> None:
@@ -84,39 +83,11 @@ def test_a_run_that_is_restarted_in_mid_epoch_has_the_numbers_of_one_process(
     flags = ["-H", "h1:1,h2:1", "--max-restarts", "1"]
     with Run(tmp_path, *flags, SCRIPT, program, "2", "0.1", host=bed.hosts[0]) as run:
         run.await_text("batch 4.")
-        kill_on(bed.hosts[killed], f"-u {SCRIPT}")
+        signal_on(bed.hosts[killed], f"-u {SCRIPT}")
         assert run.end() == 0, run.text
     assert "restart 1 of 1" in run.text
     assert run.text.count("batch 0.") == 2, run.text  # at the begin of each epoch, and not after the restart
     torch.testing.assert_close(trained(tmp_path), trained(tmp_path / "one"), rtol=1e-10, atol=1e-12)
-
-
-NIGHT = [pytest.mark.night, pytest.mark.waits(4)]
-
-
-@pytest.mark.parametrize(
-    ("lose", "which"),
-    [
-        pytest.param(lambda bed, host: kill_on(host, "stdin.buffer"), 0, id="program of the first"),
-        pytest.param(lambda bed, host: kill_on(host, "stdin.buffer"), 2, id="program of the last", marks=NIGHT),
-        pytest.param(cut_cable, 0, id="cable of the first", marks=NIGHT),
-        pytest.param(cut_cable, 2, id="cable of the last", marks=NIGHT),
-        pytest.param(power_off, 0, id="power of the first", marks=NIGHT),
-        pytest.param(power_off, 2, id="power of the last", marks=NIGHT),
-    ],
-)
-def test_a_job_that_continues_without_a_lost_host_has_the_numbers_of_one_process(
-    tmp_path: Path, lose: Callable[[HostBed, Host], None], which: int
-) -> None:
-    variables = ["-x", f'DIES={{"{which}": ["backward", 8, "stays"]}}', "-x", "COPIES=often"]
-    argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, "trainer", "adam"]
-    with HostBed(3) as bed, Run(tmp_path, *argv, host=bed.hosts[1]) as run:
-        run.await_files("there")
-        lose(bed, lost := bed.hosts[which])
-        assert run.end() == 0, run.text
-        assert re.search(rf"ddprun: {lost.name}: {LOST}.*; continuing with 2 processes\n", run.text), run.text
-        assert not of_job(*(host for host in bed.hosts if host is not lost))
-    survival.require_truth(tmp_path, "trainer", "adam", run.text)
 
 
 # --- with fewer hosts -------------------------------------------------------------------------------------------------
@@ -140,7 +111,7 @@ print("done", rank, flush=True)
 LOSSES: tuple[Callable[[HostBed, Host], None], ...] = (
     cut_cable,
     power_off,
-    lambda bed, host: kill_on(host, "stdin.buffer"),  # the node's program
+    lambda bed, host: signal_on(host, "stdin.buffer"),  # the node's program
 )
 
 

@@ -1,0 +1,62 @@
+"""``ddprun --keep-going`` on three hosts: whatever becomes of one, the others continue with the numbers of one process.
+
+``SEED`` chooses the moments of the night; by default the date does.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import survival
+from jobs import IMPATIENT, Run, of_job, on_hosts, signal_on
+from kit.hosts import Host, HostBed
+
+pytestmark = [*on_hosts("recovery"), pytest.mark.cold]
+
+PROGRAM = "stdin.buffer"  # words of the command line of a node's program
+# What happens to a host, or to the rank on it.
+FAULTS: dict[str, Callable[[HostBed, Host], None]] = {
+    "rank killed": lambda _, host: signal_on(host, survival.SCRIPT),
+    "rank stopped": lambda _, host: signal_on(host, survival.SCRIPT, signal.SIGSTOP),
+    "cut off": lambda bed, host: bed.set_link(host, up=False),
+    "without power": lambda bed, host: bed.power_off(host),
+    "program killed": lambda _, host: signal_on(host, PROGRAM),
+}
+
+
+def prove(folder: Path, program: tuple[str, str], which: int, moment: tuple[str, int], copies: str, fault: str) -> None:
+    """The job that is started on the second host loses the rank of another one at a moment."""
+    variables = ["-x", f'DIES={{"{which}": ["{moment[0]}", {moment[1]}, "stays"]}}', "-x", f"COPIES={copies}"]
+    argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, *program]
+    with HostBed(3) as bed, Run(folder, *argv, host=bed.hosts[1]) as run:
+        run.await_files("there")
+        FAULTS[fault](bed, lost := bed.hosts[which])
+        assert run.end() == 0, run.text
+        assert re.search(rf"ddprun: .*{lost.name}.*; continuing with 2 processes\n", run.text), run.text
+        assert not of_job(*(host for host in bed.hosts if host is not lost))
+    survival.require_truth(folder, *program, run.text)
+
+
+def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """Lost hosts change no number."""
+    prove(tmp_path, ("trainer", "adam"), 0, ("backward", 8), "often", "program killed")
+
+
+@pytest.mark.night
+@pytest.mark.waits(4)
+@pytest.mark.parametrize("optimizer", survival.OPTIMIZERS)
+@pytest.mark.parametrize("kind", survival.KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("phase", survival.PHASES)
+def test_a_host_or_its_rank_may_be_lost_in_any_phase(
+    tmp_path: Path, phase: str, fault: str, kind: str, optimizer: str
+) -> None:
+    chosen = random.Random(f"{survival.SEED} {phase} {fault} {kind} {optimizer}")
+    moment = phase, chosen.randint(1, survival.PHASES[phase])
+    copies = "often" if phase == "copy" else chosen.choice(["often", "seldom"])
+    prove(tmp_path, (kind, optimizer), chosen.choice([0, 2]), moment, copies, fault)
