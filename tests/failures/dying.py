@@ -17,6 +17,7 @@ import csv
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -257,7 +258,7 @@ def trainer(optimizer: str) -> dict[str, Any]:
     made.fit(module, *loaders())
     numbers = {"global_step": made.global_step, "epoch": made.current_epoch, "steps": module.steps}
     values = {"logged": _floats(made.callback_metrics), "best": float(best.best_model_score), "numbers": numbers}
-    name = Path(best.best_model_path).name.replace("-v1", "")  # if the others repeat the epoch, the file is there
+    name = re.sub(r"-v\d+", "", Path(best.best_model_path).name)  # if the others repeat the epoch, the file is there
     values |= {"name": name, "lr": made.optimizers[0].param_groups[0]["lr"]}
     values["evaluation"] = [_floats(found) for found in made.validate(module, loaders()[1], verbose=False)]
     rows = table(Path("logs/lightning_logs/version_0/metrics.csv"))

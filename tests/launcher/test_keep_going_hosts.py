@@ -43,7 +43,7 @@ def prove(folder: Path, program: tuple[str, str], which: int, moment: tuple[str,
 
 
 def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_process(tmp_path: Path) -> None:
-    """Lost hosts change no number."""
+    """Lost hosts change nothing."""
     prove(tmp_path, ("trainer", "adam"), 0, ("backward", 8), "often", "program killed")
 
 
