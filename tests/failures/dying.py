@@ -3,10 +3,10 @@
 ``DIES`` is a plan, by the rank that a process was started with: ``{"0": ["backward", 5]}`` kills rank 0 in its fifth
 backward, ``{"2": ["time", 0.3]}`` kills rank 2 so many seconds after it was about to join, and
 ``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it;
-``{"2": ["backward", 5, "waits"]}`` lets it wait there for a new process. After ``{"2": ["backward", 5, "for good"]}``
-no new process joins. "end" is before the wait for the others at the end of a call, "ended" after it.
-``{"0": ["unheard", 1]}`` kills nobody: rank 0 has not heard that all have come to the end of its first call. With
-``COPIES=often`` a copy of the run follows each step.
+``{"2": ["backward", 5, "waits"]}`` lets it wait there for a new process, which does not join before. After
+``{"2": ["backward", 5, "for good"]}`` no new process joins. "end" is before the wait for the others at the end of a
+call, "ended" after it. ``{"0": ["unheard", 1]}`` kills nobody: rank 0 has not heard that all have come to the end of
+its first call. With ``COPIES=often`` a copy of the run follows each step.
 
 Rank 0 leaves the results in "result.pt". Each process adds the samples of its steps to a file as it goes.
 """
@@ -43,9 +43,15 @@ SAMPLES, BATCH, EPOCHS, FEATURES, CLASSES = 45, 10, 3, 6, 4
 IS_TRUTH = "RANK" not in os.environ
 STARTED_AS = os.environ.get("RANK", "0")
 LIVES = ("", 0)
-DIES: tuple[Any, ...] = tuple(json.loads(os.environ.get("DIES", "{}")).get(STARTED_AS, LIVES))
+PLANS: dict[str, Any] = json.loads(os.environ.get("DIES", "{}"))
+DIES = tuple(PLANS.get(STARTED_AS, LIVES))
 PLAN = LIVES if SUCCESSOR in os.environ else DIES
 _counts = Counter[str]()
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.02)
 
 
 def die() -> None:
@@ -53,8 +59,8 @@ def die() -> None:
         Path("there").touch()
         signal.pause()
     if PLAN[2:] == ("waits",):
-        while not survivors.have_members_changed():
-            time.sleep(0.02)
+        Path("waits").touch()
+        await_that(survivors.have_members_changed)
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -94,6 +100,8 @@ def ending(wait: Callable[..., Any]) -> Callable[..., Any]:
 def prepare() -> None:
     if SUCCESSOR in os.environ and DIES[2:] == ("for good",):
         sys.exit("nobody comes instead")
+    if SUCCESSOR in os.environ and any(plan[2:] == ["waits"] for plan in PLANS.values()):
+        await_that(Path("waits").exists)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if os.environ.get("COPIES") == "often":  # about each step; by default most jobs here are over before the second one
