@@ -15,7 +15,7 @@
         members      the ranks that take part, those that were lost, and their successors
         output       files and the terminal, line by line, and standard input for rank 0
         failures     finds which of several failures came first
-        stacks       shows where the ranks are
+        requests     what a command asks of a running job: stacks shows where the ranks are, join adds nodes
         doctor       checks the nodes
     on each node
         node         the first process, without this package: starts the ranks, ends them with the connection

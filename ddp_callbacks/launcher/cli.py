@@ -9,9 +9,10 @@ import sys
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import Job, describe
-from ddp_callbacks.launcher.stacks import ask_job
+from ddp_callbacks.launcher.stacks import ask_for_stacks
 from ddp_callbacks.schedulers import unknown_launcher
 
 
@@ -36,8 +37,10 @@ def main() -> None:
 
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["stacks"]:
-        print(ask_job(argv[1:]), end="")
+        print(ask_for_stacks(argv[1:]), end="")
         return 0
+    if argv[:1] == ["join"]:
+        return join(argv[1:])
     if argv[:1] == ["doctor"]:
         from ddp_callbacks.launcher.doctor import examine
 

@@ -8,11 +8,12 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
+from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, Shared
+from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.output import next_input
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.launcher.stacks import WRITING
@@ -65,6 +66,7 @@ class Launch:
         self._shared = Shared(job.heartbeat_timeout)
         self._secret = secrets.token_hex(16)  # secret of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
+        self._news: list[dict[str, Any]] = []  # what the ranks were let know
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
         self._ending: float | None = None  # the deadline for all to end
         self._preparing: asyncio.Task[Any] | None = None
@@ -83,13 +85,13 @@ class Launch:
         """Take signals until the end of the event loop. Ctrl-Z has no effect.
 
         Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats. SIGQUIT,
-        which Ctrl-\\ sends, asks for the stacks of all ranks, also in the background of a shell, which ignores it.
+        which Ctrl-\\ sends, is a request, see :mod:`.requests`, also in the background of a shell, which ignores it.
         """
         loop = asyncio.get_running_loop()
         for number in _STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take_signal, number)
-        loop.add_signal_handler(signal.SIGQUIT, self._ask_for_stacks)
+        loop.add_signal_handler(signal.SIGQUIT, self._take_request)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _take_signal(self, number: signal.Signals) -> None:
@@ -100,10 +102,14 @@ class Launch:
             self.is_forced = True
             self.end(at_once=True)
 
-    def _ask_for_stacks(self) -> None:
+    def _take_request(self) -> None:
         if self.has_begun:
-            self._tell_all("stacks")
-            asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, "stacks")
+            self.nodes[0].put("request")
+
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks for their stacks. An event tells when they have come."""
+        self._tell_all("stacks")
+        asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, "stacks")
 
     def _tell_all(self, do: str, **values: Any) -> None:
         for node in self.nodes:
@@ -121,12 +127,34 @@ class Launch:
         problems = await ask_all(self._check, self.nodes)
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
-            raise CannotStart("\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items()))
+            raise CannotStart(_lines(problems))
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
             await node.close(0)
         self.nodes = reached
-        self._refuse_machines_named_twice()
+        _refuse_machines_named_twice(reached)
+
+    async def add(self, plans: Sequence[NodePlan]) -> list[Connection]:
+        """Reach more nodes while the job runs, and check that new processes can take part there.
+
+        Raises:
+            CannotStart: They cannot on one of the nodes; nothing was started.
+        """
+        nodes = [Connection(plan, self._shared) for plan in plans]
+        try:
+            if problems := await ask_all(self._check, nodes):
+                raise CannotStart(_lines(problems))
+            running = [node for node in self.nodes if node.is_open]
+            _refuse_machines_named_twice([*running, *nodes])
+            if running[0].place["interface"] == "lo":
+                here = f"the processes of this job meet at an address that only {running[0].plan.name} has"
+                raise CannotStart(f"{here}. Start it with --master-addr, an address that the other nodes can reach.")
+            await self.meet([running[0], *nodes], port=0)
+        except CannotStart:
+            await asyncio.gather(*(node.close(0) for node in nodes))
+            raise
+        self.nodes += nodes
+        return nodes
 
     async def _check(self, node: Connection) -> None:
         await node.greet(self.job.grace)
@@ -140,16 +168,12 @@ class Launch:
         if not node.place["processes"]:
             raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
 
-    def _refuse_machines_named_twice(self) -> None:
-        first: dict[str, Connection] = {}
-        for node in self.nodes:
-            other = first.setdefault(str(node.hello["machine"]), node)
-            if other is not node:
-                once = "Name it once, with all its slots"
-                raise CannotStart(f"{other.plan.name} and {node.plan.name} are the same machine. {once}.")
-
-    async def meet(self, nodes: list[Connection]) -> None:
+    async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it.
+
+        Args:
+            nodes: The nodes.
+            port: Its port; 0 finds a free one, and ``None`` is that of ``--master-port``.
 
         Raises:
             CannotStart: The first node has no address for others, cannot listen, or a node cannot reach it.
@@ -159,16 +183,17 @@ class Launch:
         problems: list[CannotStart] = []
         for address in [self.job.master_addr] if self.job.master_addr else addresses:
             try:
-                self._where = address, await self._listen(first, others, address)
+                chosen = self.job.master_port if port is None else port
+                self._where = address, await self._listen(first, others, address, chosen)
                 return
             except CannotStart as problem:
                 problems.append(problem)
         raise problems[0] if problems else CannotStart(f"{first.plan.name}: it has no address for others.")
 
-    async def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
+    async def _listen(self, first: Connection, others: list[Connection], address: str, port: int) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
         try:
-            port = await first.listen(address, self.job.master_port)
+            port = await first.listen(address, port)
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart(f"{first.plan.name}: {problem}. {remedy}.") from None
@@ -181,10 +206,20 @@ class Launch:
 
     def start(self, nodes: list[Connection]) -> None:
         """Start the ranks on these nodes, after :meth:`meet`. Returns at once; the nodes report the start."""
-        self._preparing = None
-        places = [(node.plan, node.place) for node in nodes]
-        for node, message in zip(nodes, starts(self.job, places, self._where, self.restarts), strict=True):
+        self._preparing, self._news = None, []
+        for node, message in zip(nodes, self._starts(nodes), strict=True):
             node.tell("start", **message)
+
+    def start_more(self, nodes: list[Connection]) -> None:
+        """Start new processes that join the others, on nodes that :meth:`add` has added. Returns at once."""
+        for node, message in list(zip(self.nodes, self._starts(self.nodes), strict=True))[-len(nodes) :]:
+            message["environ"][SUCCESSOR] = "1"
+            for news in self._news:
+                node.tell("news", **news)
+            node.tell("start", **message)
+
+    def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
+        return starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """End the ranks of these nodes, so that others can be started there; return the problems by node."""
@@ -195,6 +230,7 @@ class Launch:
 
     def let_know(self, **news: dict[str, Any]) -> None:
         """Let all ranks know something, see :data:`ddp_callbacks.environment.NEWS`."""
+        self._news.append(news)
         self._tell_all("news", **news)
 
     async def pass_on_input(self) -> None:
@@ -252,6 +288,19 @@ class Launch:
         end = time.monotonic() + seconds + _CUT
         self._ending = end if self._ending is None else min(self._ending, end)
         self._tell_all("end", seconds=seconds)
+
+
+def _lines(problems: Mapping[Connection, NodeProblem]) -> str:
+    return "\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items())
+
+
+def _refuse_machines_named_twice(nodes: list[Connection]) -> None:
+    first: dict[str, Connection] = {}
+    for node in nodes:
+        other = first.setdefault(str(node.hello["machine"]), node)
+        if other is not node:
+            once = "Name it once, with all its slots"
+            raise CannotStart(f"{other.plan.name} and {node.plan.name} are the same machine. {once}.")
 
 
 async def ask_all(

@@ -77,6 +77,11 @@ class Members:
             self.successors[lost.rank] = End(lost.node, lost.rank)
         return may
 
+    def add(self, name: str, count: int) -> None:
+        """Note that this many new processes are started on a node that was added. They are successors of nobody."""
+        for rank in range(len(self._nodes), len(self._nodes) + count):
+            self._nodes[rank], self.successors[rank] = name, End(name, rank)
+
     def join(self, rank: int) -> End:
         """Note that the successor of this rank takes part; return what is known about it."""
         self.ranks.add(rank)

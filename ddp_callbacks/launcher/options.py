@@ -34,7 +34,8 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
-  ddprun stacks                                   show where each rank of a running job is"""
+  ddprun stacks                                   show where each rank of a running job is
+  ddprun join -H node3:4                          let a node take part in a running job"""
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
@@ -107,7 +108,7 @@ def parse_options(
     if not is_doctor and job.training_script is None:
         raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
     _refuse_contradictions(job, environ)
-    job.nodes = _nodes(job, environ, is_here)
+    job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
     switches = [f"{name}=1" for name, is_on in ((AUTO, job.auto), (KEEP_GOING, job.keep_going)) if is_on]
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
@@ -145,7 +146,9 @@ def _min_nodes(job: Job) -> int:
     return int(low)
 
 
-def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool]) -> tuple[NodePlan, ...]:
+def nodes_of(
+    job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool] = is_this_machine
+) -> tuple[NodePlan, ...]:
     """Return the nodes in rank order; ``--nproc-per-node`` overrides their slots."""
     is_named = job.hosts is not None or job.hostfile is not None
     if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):

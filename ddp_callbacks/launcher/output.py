@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ddp_callbacks.launcher.stacks import SUMMARY
+from ddp_callbacks.launcher.requests import STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
@@ -62,7 +62,7 @@ class Output:
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
         folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
-        self._folder = folder
+        self.folder = folder
         self._chosen, self._shown = shown or frozenset(), shown
         self._prefix = prefix
         self._terminal = terminal
@@ -72,7 +72,7 @@ class Output:
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """Write data of a rank's stream: ``o`` (standard output), ``e`` (standard error) or ``s`` (its stacks)."""
-        self._keep(self._folder / f"rank-{rank}.log", data)
+        self._keep(self.folder / f"rank-{rank}.log", data)
         if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
@@ -89,13 +89,10 @@ class Output:
 
     def note_stacks(self, lines: list[str]) -> None:
         """Print where the ranks are, and write it to the file that ``ddprun stacks`` reads."""
-        where = f"the stacks of all threads are in {self._folder}/rank-*.log"
+        where = f"the stacks of all threads are in {self.folder}/rank-*.log"
         for line in (*lines, where):
             self.note(line)
-        written = self._folder / f".{SUMMARY}"
-        with suppress(OSError):
-            written.write_text("\n".join((*lines, where, "")))
-            written.rename(self._folder / SUMMARY)
+        write_answer(self.folder / STACKS, "\n".join((*lines, where, "")))
 
     def follow(self, members: Set[int]) -> None:
         """Show the ranks for the terminal that are among ``members``; if none is, the lowest member from now on."""
@@ -108,10 +105,10 @@ class Output:
 
     def describe_place(self, rank: int | None) -> str:
         """Say where to find the full output of a rank; ``None`` for all ranks."""
-        path = self._folder / f"rank-{rank}.log"
+        path = self.folder / f"rank-{rank}.log"
         if path.exists():
             return f"its full output is in {path}"
-        return f"{'' if rank is None else 'it printed nothing; '}all output is in {self._folder}"
+        return f"{'' if rank is None else 'it printed nothing; '}all output is in {self.folder}"
 
     def close(self) -> None:
         """Close the files and print the held-back output. Call it last."""

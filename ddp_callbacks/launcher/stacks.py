@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from pathlib import Path
 
-from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.node.processes import handled_by
+from ddp_callbacks.launcher.requests import STACKS, ask
 
-SUMMARY = "stacks.txt"  # a file in the folder of a job's logs
 WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
@@ -48,7 +42,7 @@ def _names(ranks: list[str]) -> str:
     return ", ".join(ranks[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def ask_job(argv: list[str]) -> str:
+def ask_for_stacks(argv: list[str]) -> str:
     """``ddprun stacks``: let a running job write the stacks of its ranks; return the summary of where they are.
 
     Raises:
@@ -56,25 +50,4 @@ def ask_job(argv: list[str]) -> str:
     """
     parser = ArgumentParser(prog="ddprun stacks", description="Show where each rank of a running job is.")
     parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
-    folder = _folder(parser.parse_args(argv).job)
-    number = folder.name.rpartition("-")[2]
-    pid = int(number) if number.isdecimal() else 0
-    if signal.SIGQUIT not in (handled_by(pid) or ()):
-        raise ConfigurationError(f"the job of {folder} does not run on this machine.")
-    answer, end = folder / SUMMARY, time.monotonic() + _TIMEOUT
-    answer.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGQUIT)
-    while not answer.exists():
-        if time.monotonic() > end:
-            raise ConfigurationError(f"the job of {folder} does not answer.")
-        time.sleep(0.05)
-    return answer.read_text()
-
-
-def _folder(job: str | None) -> Path:
-    found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
-    if not found or not found[-1].is_dir():
-        raise ConfigurationError(
-            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: ddprun stacks DIR/TIME-PID."
-        )
-    return found[-1].resolve()
+    return ask(parser.parse_args(argv).job, STACKS, _TIMEOUT)

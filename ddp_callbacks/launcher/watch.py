@@ -11,12 +11,14 @@ from dataclasses import replace
 from signal import SIGTERM, Signals
 
 from ddp_callbacks.environment import SUCCESSOR
-from ddp_callbacks.errors import EXIT_PREEMPTED
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready
+from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.requests import HOSTS, JOINED, read_request, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _QUOTED = 20  # lines of the failed rank to show
@@ -38,15 +40,14 @@ class Watch:
         self._end_at: float | None = None  # when the job ends after a failure
         self._begin_at: float | None = None  # latest time of a restart, while preempted ranks write checkpoints
         self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
+        self._joining: asyncio.Task[None] | None = None  # adds nodes
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
         while self._running and not self._launch.is_overdue:
             if (event := await self._launch.next_event()) is not None:
                 await getattr(self, f"_on_{event.do}")(event.node, **event.values)
-            if self._restart is not None and self._restart.done():
-                self._restart.result()
-                self._restart = None
+            self._restart, self._joining = _unfinished(self._restart), _unfinished(self._joining)
             self._restart_when_written()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
@@ -73,6 +74,13 @@ class Watch:
 
     async def _on_taken(self, _: Connection) -> None:
         self._launch.taken.set()
+
+    async def _on_request(self, _: Connection) -> None:
+        self._joining = _unfinished(self._joining)
+        if self._joining is None and (hosts := read_request(self._output.folder / HOSTS)):
+            self._joining = asyncio.create_task(self._add(hosts))
+        else:
+            self._launch.ask_for_stacks()
 
     async def _on_stacks(self, _: Connection) -> None:
         running = [end for end in self._ends_of_members() if end.code is None]
@@ -102,7 +110,7 @@ class Watch:
     async def _on_started(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
         name, self._launch.has_begun = node.plan.name, True
         self._forget(name)
-        self._ranks |= {rank: End(name, rank) for rank in ranks}
+        self._ranks |= {rank: End(name, rank) for rank in ranks if rank not in self._members.successors}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
@@ -188,6 +196,29 @@ class Watch:
         if not self._is_over:
             why = f": {end.told}" if end.told else ""
             await self._note(f"{end}: the new process ended with exit code {end.code} before it joined{why}")
+
+    async def _add(self, hosts: str) -> None:
+        """Let new processes on more nodes join, and answer the one who has asked for it."""
+        try:
+            self._refuse_to_add()
+            nodes = await self._launch.add(plans_to_add(self._job, hosts, len(self._running)))
+            self._refuse_to_add()  # it may have ended meanwhile
+        except (CannotStart, ConfigurationError) as problem:
+            said = f"2\n{problem}"
+        else:
+            for node in nodes:
+                self._members.add(node.plan.name, int(node.place["processes"]))
+            self._running += [node for node in nodes if node.is_open]  # the end of any other one was heard before
+            self._launch.start_more(nodes)
+            names = ", ".join(node.plan.name for node in nodes)
+            said = f"0\n{names}: new processes start; they join once they are ready"
+        write_answer(self._output.folder / JOINED, said, to=self._output.folder / HOSTS)
+
+    def _refuse_to_add(self) -> None:
+        if not self._job.keep_going:
+            raise CannotStart("no node can join the job: it was started without --keep-going.")
+        if self._is_over:
+            raise CannotStart("no node can join the job: it ends.")
 
     async def _continue(self, what: str) -> None:
         """Continue with those that take part now, and let them know; ``what`` has happened."""
@@ -345,3 +376,11 @@ class Watch:
             else:
                 ends.append(rank)
         return ends
+
+
+def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+    """Return a task that still runs; raise what it has raised."""
+    if task is None or not task.done():
+        return task
+    task.result()
+    return None

@@ -302,11 +302,12 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
     """`ddprun stacks` shows where ranks are."""
     with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, HANGS)) as run:
         run.await_text("up", 2)
-        asked = ddprun("stacks", cwd=tmp_path)
+        asked, refused = ddprun("stacks", cwd=tmp_path), ddprun("join", "-H", "localhost", cwd=tmp_path)
         (tmp_path / "now").touch()
         assert run.end() == 0, run.text
     assert re.match(r"rank 0 on localhost, rank 1 on localhost: .*script.py:5 in wait\n", asked.stdout), asked
     assert [line.removeprefix("ddprun: ") for line in run.lines[-2:]] == asked.stdout.splitlines()
+    assert refused.stderr == "ddprun: no node can join the job: it was started without --keep-going.\n", refused
     assert "File" not in run.text
     for rank, function in enumerate(("step", "load")):
         (log,) = tmp_path.glob(f"ddprun-logs/*/rank-{rank}.log")

@@ -164,7 +164,7 @@ time.sleep(1000)
 def test_a_signal_to_the_program_of_a_node_never_ends_the_job_well_nor_is_forgotten(
     tmp_path: Path, how: str, flags: list[str]
 ) -> None:
-    """A job that a signal to a node has ended does not exit with 0."""
+    """A job that a node's signal ends fails."""
     with Run(tmp_path, *flags, write(tmp_path, STAYS), *how.split()) as run:
         run.await_files("up")
         for pid in of_ddprun(run, "stdin.buffer"):

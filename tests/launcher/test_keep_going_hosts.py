@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import survival
-from jobs import IMPATIENT, Run, of_job, on_hosts, signal_on
+from jobs import IMPATIENT, Run, ddprun, of_job, on_hosts, signal_on, write
 from kit.hosts import Host, HostBed
 
 pytestmark = [*on_hosts("recovery"), pytest.mark.cold]
@@ -45,6 +45,48 @@ def prove(folder: Path, program: tuple[str, str], which: int, moment: tuple[str,
 def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_process(tmp_path: Path) -> None:
     """Lost hosts change nothing."""
     prove(tmp_path, ("trainer", "adam"), 0, ("backward", 8), "often", "program killed")
+
+
+def test_a_host_that_was_lost_and_a_new_one_join_a_job(tmp_path: Path) -> None:
+    """Hosts may join a running job."""
+    argv = ["-H", "h1:1,h2:1", "--keep-going", "-x", 'DIES={"0": ["forward", 3, "waits"]}', "-x", "COPIES=often"]
+    with HostBed(3) as bed, Run(tmp_path, *argv, survival.SCRIPT, "trial", "sgd", host=bed.hosts[0]) as run:
+        run.await_files("waits")
+        signal_on(bed.hosts[1], PROGRAM)
+        run.await_text("continuing with 1 process")
+        joined = ddprun("join", "-H", "h2:1,h3:1", cwd=tmp_path, host=bed.hosts[0])
+        assert (joined.returncode, joined.stderr) == (
+            0,
+            "ddprun: h2, h3: new processes start; they join once they are ready\n",
+        )
+        assert run.end() == 0, run.text
+    for rank, host in ((2, "h2"), (3, "h3")):
+        assert f"ddprun: rank {rank} on {host}: a new process joins; continuing with " in run.text, run.text
+    assert run.text.endswith("ddprun: done, with 1 of 4 processes lost on the way\n"), run.text
+    survival.require_truth(tmp_path, "trial", "sgd", run.text)
+
+
+def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path) -> None:
+    refused = {
+        "h2": "the processes of this job meet at an address that only h1 has. Start it with --master-addr, an address "
+        "that the other nodes can reach.",
+        "h1": "h1 and h1 are the same machine. Name it once, with all its slots.",
+        "h2,h3": "--nnodes allows 2 nodes, and the job has 1 by now.",
+        "h2:0": "-H h2:0: the slots of h2 must be a number of at least 1, got '0'.",
+    }
+    script = write(
+        tmp_path, "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('now'): time.sleep(0.05)"
+    )
+    with HostBed(2) as bed:
+        with Run(tmp_path, "-H", "h1", "--keep-going", "--nnodes", "1:2", script, host=bed.hosts[0]) as run:
+            run.await_text("up")
+            for hosts, why in refused.items():
+                asked = ddprun("join", "-H", hosts, cwd=tmp_path, host=bed.hosts[0])
+                assert (asked.returncode, asked.stderr) == (2, f"ddprun: {why}\n")
+            (tmp_path / "now").touch()
+            assert run.end() == 0, run.text
+        over = ddprun("join", "-H", "h2", cwd=tmp_path, host=bed.hosts[0])
+        assert (over.returncode, over.stderr.count("does not run on this machine.")) == (2, 1), over.stderr
 
 
 @pytest.mark.night
