@@ -66,7 +66,7 @@ class Launch:
         self._shared = Shared(job.heartbeat_timeout)
         self._secret = secrets.token_hex(16)  # secret of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
-        self._news: list[dict[str, Any]] = []  # what the ranks were let know
+        self._news: dict[str, dict[str, Any]] = {}  # all that the ranks were let know
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
         self._ending: float | None = None  # the deadline for all to end
         self._preparing: asyncio.Task[Any] | None = None
@@ -206,7 +206,7 @@ class Launch:
 
     def start(self, nodes: list[Connection]) -> None:
         """Start the ranks on these nodes, after :meth:`meet`. Returns at once; the nodes report the start."""
-        self._preparing, self._news = None, []
+        self._preparing, self._news = None, {}
         for node, message in zip(nodes, self._starts(nodes), strict=True):
             node.tell("start", **message)
 
@@ -214,8 +214,7 @@ class Launch:
         """Start new processes that join the others, on nodes that :meth:`add` has added. Returns at once."""
         for node, message in list(zip(self.nodes, self._starts(self.nodes), strict=True))[-len(nodes) :]:
             message["environ"][SUCCESSOR] = "1"
-            for news in self._news:
-                node.tell("news", **news)
+            node.tell("news", **self._news)
             node.tell("start", **message)
 
     def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
@@ -230,7 +229,8 @@ class Launch:
 
     def let_know(self, **news: dict[str, Any]) -> None:
         """Let all ranks know something, see :data:`ddp_callbacks.environment.NEWS`."""
-        self._news.append(news)
+        for kind, values in news.items():
+            self._news[kind] = self._news.get(kind, {}) | values
         self._tell_all("news", **news)
 
     async def pass_on_input(self) -> None:

@@ -7,19 +7,29 @@ another expects, or with aborted communicators, they form a new process group.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
+import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import backends_of, known_groups, sequence_number, timeout_of
+from ddp_callbacks._torch import Backend, backends_of, known_groups, sequence_number, timeout_of
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.failures import BEGIN, enter, wait
-from ddp_callbacks.process_group.presence import presence
+from ddp_callbacks.process_group.presence import OWN_THREADS, presence
 
 _CONNECT = "the connections between all processes"
+_FREES = f"{OWN_THREADS} frees groups"  # name of a thread
+_HELD = 1  # failed groups that may stay: the latest exception, which is being handled, holds one
+_PATIENCE = 1.0  # seconds for which the interpreter's end waits for such a thread, which needs the GIL: .torch_threads
+
+_failed: list[tuple[weakref.ref[dist.ProcessGroup], list[Backend]]] = []  # destroyed groups with pending collectives
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_failed))  # the interpreter's end does not free them
 
 
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
@@ -64,16 +74,35 @@ def _need_new_group(positions: Sequence[Message]) -> bool:
 def destroy_groups() -> None:
     """Destroy all groups, without the wait of ``dist.destroy_process_group`` for collectives that never end.
 
-    After a failure, gloo would wait for them when its backend is freed, so this leaks the backend; the end of the
-    process, or their timeout, ends them. It then also aborts operations on GPUs. This library's objects for a group are
-    freed.
+    After a failure, gloo would wait for them when its backend is freed, so the backend stays until this process has
+    formed another group. It then also aborts operations on GPUs. This library's objects for a group are freed.
     """
     here = presence()
     if here.failed:
-        for backend in [backend for group in known_groups() for backend in backends_of(group)]:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        _failed.extend((weakref.ref(group), backends_of(group)) for group in known_groups())
         here.abort()
     dist.destroy_process_group()
+
+
+def _free_failed_groups() -> None:
+    """Free the backends of failed groups, except those of groups that somebody still holds.
+
+    In a thread, without the GIL: gloo waits until the pending collectives have failed, for lack of a rank that has died
+    or has freed its backend, or by their timeout.
+    """
+    if sum(group() is not None for group, _ in _failed) > _HELD:  # by frames of exceptions, in cycles
+        gc.collect()
+    unused = [backends for group, backends in _failed if group() is None]
+    _failed[:] = [(group, backends) for group, backends in _failed if group() is not None]
+    if unused:
+        threading.Thread(target=unused.clear, name=_FREES, daemon=True).start()
+
+
+@atexit.register
+def _await_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == _FREES:
+            thread.join(_PATIENCE)
 
 
 def form_group(
@@ -94,6 +123,7 @@ def form_group(
     connected = here.gathering("connections", here.run)
     connected.put(note)
     wait(connected, _CONNECT, world)
+    _free_failed_groups()
     return connected.values
 
 

@@ -25,6 +25,7 @@ from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast, broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import presence
@@ -96,6 +97,23 @@ def meet_in_different_exchanges(names: list[str], layout: list[int]) -> None:
             note(name, [type(error).__name__, str(error), time.monotonic() - begin])
         begin_run()
     note("sum", float(all_reduce(torch.tensor([my_rank() + 1.0]), "the sum at the end")))
+
+
+def fail_again_and_again(times: int) -> None:
+    """In each run, the others wait for rank 1 in a sum, which rank 1 leaves out."""
+    join_process_group()
+    begin_run()
+    held = []
+    for _ in range(times):
+        if my_rank() != 1:
+            with pytest.raises((PeerError, MismatchError)):
+                sum_by_gloo(1000)("the sum")
+        begin_run()
+        for thread in threading.enumerate():
+            if thread.name.endswith("frees groups"):
+                thread.join()
+        held.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
+    note("held", held)
 
 
 class Late:
@@ -238,6 +256,7 @@ def wide(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "exchanges": World(meet_in_different_exchanges, (list(DIFFERENT), [2, 1]), size=3),
         "death": World(die_while_one_computes, size=3),
         "quick": World(exchange_quickly),
+        "failures": World(fail_again_and_again, (6,), size=3),
     }
     return run_side_by_side(nursery, tmp_path_factory.mktemp("wide"), worlds)
 
@@ -336,6 +355,14 @@ def test_a_rank_that_holds_the_gil_is_not_named_dead_beside_one_that_is(wide: di
         assert kind == "PeerError" and text.startswith(f"rank 2 (host {HOSTNAME}, pid {ranks[2].pid}) died")
         assert "rank 1 (" not in text.split(" was waiting for ")[0].split(" died or went silent while ")[0]
     assert ranks[0].noted_at["error"] - ranks[2].noted_at["happens"] < 6 * ranks[0].slowness
+
+
+@pytest.mark.wide
+def test_failed_groups_leave_neither_descriptors_nor_threads(wide: dict[str, list[Rank]]) -> None:
+    for rank in wide["failures"]:
+        assert rank.code == 0, rank.stderr
+        held = rank.notes["held"]
+        assert all(later <= first for later, first in zip(held[-1], held[1], strict=True)), held
 
 
 @pytest.mark.wide
