@@ -21,6 +21,7 @@ from pathlib import Path
 
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher", "--nproc-per-node", "3"]
 WAYS = {"--keep-going": ["--keep-going"], "--max-restarts 1, a file each 20 steps": ["--max-restarts", "1"]}
+TIMES = ("the next step", "the step that was cut")  # whose ends are timed
 LIMIT = 120.0  # seconds for one job
 STEPS, EPOCHS = 100, 6  # steps of an epoch
 
@@ -28,6 +29,7 @@ STEPS, EPOCHS = 100, 6  # steps of an epoch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("recovery.png"))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -38,11 +40,13 @@ def main() -> None:
         step = random.Random(number).randint(STEPS, 4 * STEPS)
         for way, flags in WAYS.items():
             found[way].append(time_of_death(flags, step))
-    print("| way | the next step, median, s | longest | the step that was cut, median, s | longest |")
+    print(f"| way | {' | '.join(f'{name}, median, s | longest' for name in TIMES)} |")
     print("|---|---|---|---|---|")
     for way, times in found.items():
         columns = (f"{statistics.median(column):.2f} | {max(column):.2f}" for column in zip(*times, strict=True))
         print(f"| {way} | {' | '.join(columns)} |")
+    plot(found, options.plot)
+    print(f"plot: {options.plot}")
 
 
 def time_of_death(flags: list[str], step: int) -> tuple[float, float]:
@@ -55,6 +59,27 @@ def time_of_death(flags: list[str], step: int) -> tuple[float, float]:
         lines = [line.split() for path in Path(name).glob("steps-*") for line in path.read_text().splitlines()]
         after = [(float(at) - died, int(done)) for at, done in lines if float(at) > died]
         return min(after)[0], min(at for at, done in after if done >= step)
+
+
+def plot(found: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    """Draw each round as a point, and the medians as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(8, 2.2), layout="constrained")
+    columns = {
+        f"{way}:\n{name}": [each[i] for each in times] for way, times in found.items() for i, name in enumerate(TIMES)
+    }
+    for row, times in enumerate(columns.values()):
+        panel.plot(times, [row] * len(times), "o", color="tab:orange", alpha=0.7)
+        panel.plot([statistics.median(times)] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2)
+    panel.set_yticks(range(len(columns)), list(columns), fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(left=0)
+    panel.set_xlabel("seconds from the kill to the end of the step")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def train(dies_in: int) -> None:
