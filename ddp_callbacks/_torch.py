@@ -40,7 +40,7 @@ PRIVATE = (
     "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "torch.distributed:distributed_c10d._get_process_group_store",
-    "torch.distributed:distributed_c10d._set_pg_timeout(timeout)",
+    "torch.distributed:distributed_c10d._set_pg_timeout(timeout, group)",
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
@@ -215,9 +215,9 @@ def forget_failed_group() -> None:
         dist.distributed_c10d._world.group_count = 0
 
 
-def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the collectives of the default group."""
-    dist.distributed_c10d._set_pg_timeout(timeout)
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of a group's collectives; ``None`` is the default group."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def timeout_in(options: Backend.Options) -> timedelta:

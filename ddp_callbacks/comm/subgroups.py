@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import count_of_own_groups, devices_of, timeout_of
+from ddp_callbacks._torch import count_of_own_groups, devices_of, set_timeout, timeout_of
+from ddp_callbacks.process_group.diagnosis import diagnose
 from ddp_callbacks.process_group.rendezvous import choose_interface
+from ddp_callbacks.process_group.survivors import time_to_connect
 
 _cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -58,6 +60,12 @@ def _make(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> 
         parts = dist.get_backend_config(group).split(",")
         backend = next((part for part in parts if part.startswith("cpu:")), "gloo")
     own = [dist.get_global_rank(group, rank) for rank in ranks]
-    made = dist.new_group(own, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
+    timeout = timeout_of(group)
+    try:
+        made = dist.new_group(own, timeout=time_to_connect(timeout), backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        raise diagnose(group, "the connections of a further process group", error) from error
     assert isinstance(made, dist.ProcessGroup)
+    if time_to_connect(timeout) < timeout:
+        set_timeout(timeout, made)
     return made

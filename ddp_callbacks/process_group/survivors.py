@@ -40,12 +40,11 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> tuple[W
     global _members
     _members = members
     members.admits = _position <= 2
-    connecting = min(timeout, _CONNECTING) if members.may_change else timeout
     while True:
         env = members.follow()
         try:
             env, store = meet(members, env, timeout)
-            positions = form_group(backend, store, env.rank, env.world_size, connecting, _position)
+            positions = form_group(backend, store, env.rank, env.world_size, time_to_connect(timeout), _position)
             break
         except (PeerError, RendezvousError, RuntimeError):  # gloo's are plain ones
             if members.is_new and members.ended():
@@ -55,11 +54,17 @@ def form_group_of(members: Members, backend: str, timeout: timedelta) -> tuple[W
                 raise
             leave_failed_group()
     members.is_new = False
-    if connecting < timeout:
+    if time_to_connect(timeout) < timeout:
         set_timeout(timeout)
     if members.generation:
         os.environ.update(RANK=str(env.rank), WORLD_SIZE=str(env.world_size))
     return env, positions
+
+
+def time_to_connect(timeout: timedelta) -> timedelta:
+    """Return the timeout while a group connects: a rank may have died after all had met. Local."""
+    may_change = _members is not None and _members.may_change
+    return min(timeout, _CONNECTING) if may_change else timeout
 
 
 def note_call() -> None:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from kit.ranks import Nursery, run_distributed
+from kit.ranks import Nursery, noting_errors, run_distributed
 from lightning.pytorch.loggers import CSVLogger
 from misfortunes import suffer
 from survival import KINDS, OPTIMIZERS, SEED, Plan, prove
 
+from ddp_callbacks import join_process_group
 from ddp_callbacks.checkpoints.recovery import Recovery
+from ddp_callbacks.comm.hosts import new_subgroup
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.lightning import CallbackStrategy
+from ddp_callbacks.process_group import resolve_group, survivors
 
 
 @pytest.mark.cold
@@ -73,6 +78,22 @@ def test_an_exception_still_ends_all_with_its_own_text(nursery: Nursery, tmp_pat
 def test_a_process_dies_when_only_some_know_that_all_have_come_to_the_end_of_a_call(tmp_path: Path) -> None:
     printed = prove(tmp_path, "trial", "sgd", 3, {0: ("unheard", 1), 2: ("ended", 1)}, "often")
     assert "ddprun: done, with 1 of 3 processes lost on the way" in printed, printed
+
+
+def die_before_a_further_group() -> None:
+    """Rank 1 dies when the others connect to it in a group of its own."""
+    survivors._CONNECTING = timedelta(seconds=2)
+    join_process_group()
+    if dist.get_rank() == 1:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with noting_errors():
+        new_subgroup([0, 1], resolve_group())
+
+
+def test_a_rank_that_dies_while_a_further_group_connects_is_named_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    other, _ = nursery.run(die_before_a_further_group, 2, tmp_path, environ={KEEP_GOING: "1"})
+    kind, text = other.notes["error"]
+    assert kind == "PeerError" and "rank 1 (host" in text and "the connections of a further process group" in text, text
 
 
 def log_where_others_have(folder: str) -> int:
