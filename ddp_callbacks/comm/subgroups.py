@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -52,20 +53,22 @@ def make_subgroup(
     counts = list(map(int, gather(b"%d" % count_of_own_groups())))
     for _ in range(max(counts) - counts[group.rank()]):
         _make([group.rank()], group)
-    return _make(ranks, group, backend) if ranks else None
+    return _make(ranks, group, backend, time_to_connect(timeout_of(group))) if ranks else None
 
 
-def _make(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> dist.ProcessGroup:
+def _make(
+    ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "", connecting: timedelta | None = None
+) -> dist.ProcessGroup:
     if not backend:  # NCCL may need all ranks of the default group for a part of them, too
         parts = dist.get_backend_config(group).split(",")
         backend = next((part for part in parts if part.startswith("cpu:")), "gloo")
     own = [dist.get_global_rank(group, rank) for rank in ranks]
     timeout = timeout_of(group)
     try:
-        made = dist.new_group(own, timeout=time_to_connect(timeout), backend=backend, use_local_synchronization=True)
+        made = dist.new_group(own, timeout=connecting or timeout, backend=backend, use_local_synchronization=True)
     except RuntimeError as error:
         raise diagnose(group, "the connections of a further process group", error) from error
     assert isinstance(made, dist.ProcessGroup)
-    if time_to_connect(timeout) < timeout:
+    if connecting is not None:
         set_timeout(timeout, made)
     return made

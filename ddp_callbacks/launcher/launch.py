@@ -137,6 +137,8 @@ class Launch:
     async def add(self, plans: Sequence[NodePlan]) -> list[Connection]:
         """Reach more nodes while the job runs, and check that new processes can take part there.
 
+        :meth:`start_more` then starts these; or close the connections.
+
         Raises:
             CannotStart: They cannot on one of the nodes; nothing was started.
         """
@@ -144,16 +146,15 @@ class Launch:
         try:
             if problems := await ask_all(self._check, nodes):
                 raise CannotStart(_lines(problems))
-            running = [node for node in self.nodes if node.is_open]
-            _refuse_machines_named_twice([*running, *nodes])
-            if running[0].place["interface"] == "lo":
-                here = f"the processes of this job meet at an address that only {running[0].plan.name} has"
+            first, *others = [node for node in self.nodes if node.is_open]
+            _refuse_machines_named_twice([first, *others, *nodes])
+            if first.place["interface"] == "lo":
+                here = f"the processes of this job meet at an address that only {first.plan.name} has"
                 raise CannotStart(f"{here}. Start it with --master-addr, an address that the other nodes can reach.")
-            await self.meet([running[0], *nodes], port=0)
-        except CannotStart:
-            await asyncio.gather(*(node.close(0) for node in nodes))
+            await self.meet([first, *nodes], port=0)
+        except BaseException:
+            await close(nodes)
             raise
-        self.nodes += nodes
         return nodes
 
     async def _check(self, node: Connection) -> None:
@@ -181,7 +182,7 @@ class Launch:
         first, *others = nodes
         addresses = first.addresses if others else ["127.0.0.1"]
         problems: list[CannotStart] = []
-        for address in [self.job.master_addr] if self.job.master_addr else addresses:
+        for address in [self.job.master_addr] if self.job.master_addr and first is self.nodes[0] else addresses:
             try:
                 chosen = self.job.master_port if port is None else port
                 self._where = address, await self._listen(first, others, address, chosen)
@@ -211,7 +212,8 @@ class Launch:
             node.tell("start", **message)
 
     def start_more(self, nodes: list[Connection]) -> None:
-        """Start new processes that join the others, on nodes that :meth:`add` has added. Returns at once."""
+        """Start new processes that join the others, on nodes from :meth:`add`. Returns at once."""
+        self.nodes += nodes
         for node, message in list(zip(self.nodes, self._starts(self.nodes), strict=True))[-len(nodes) :]:
             message["environ"][SUCCESSOR] = "1"
             node.tell("news", **self._news)
@@ -288,6 +290,11 @@ class Launch:
         end = time.monotonic() + seconds + _CUT
         self._ending = end if self._ending is None else min(self._ending, end)
         self._tell_all("end", seconds=seconds)
+
+
+async def close(nodes: list[Connection]) -> None:
+    """Disconnect from nodes on which nothing was started."""
+    await asyncio.gather(*(node.close(0) for node in nodes))
 
 
 def _lines(problems: Mapping[Connection, NodeProblem]) -> str:

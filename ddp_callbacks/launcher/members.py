@@ -50,6 +50,23 @@ class Members:
         again = f", {back} of them replaced" if back else ""
         return f"{len(self._lost)} of {len(self._nodes)} processes lost on the way{again}"
 
+    @property
+    def began_alone(self) -> bool:
+        """Whether one process alone was started."""
+        return len(self._nodes) == 1
+
+    def has_only_successors(self, name: str) -> bool:
+        """Whether no rank takes part on a node, but some are to join there."""
+        return not self.on(name) and not self.has_none(name)
+
+    def has_none(self, name: str) -> bool:
+        """Whether no rank takes part on a node, nor is to join there."""
+        return not self.on(name) and all(end.node != name for end in self.successors.values())
+
+    def forget_successors(self, name: str) -> None:
+        """Note that no process of a node joins."""
+        self.successors = {rank: end for rank, end in self.successors.items() if end.node != name}
+
     def on(self, name: str) -> list[int]:
         """Return the ranks that take part on a node."""
         return [rank for rank in self.ranks if self._nodes[rank] == name]

@@ -33,14 +33,24 @@ def ask(job: str | None, answer: str, seconds: float, **request: str) -> str:
         raise ConfigurationError(f"the job of {folder} does not run on this machine.")
     for name, text in request.items():
         _request(folder / name, text)
-    (folder / answer).unlink(missing_ok=True)
+    try:
+        return _ask(pid, folder / answer, seconds)
+    finally:
+        for name in request:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _ask(pid: int, answer: Path, seconds: float) -> str:
+    answer.unlink(missing_ok=True)
     os.kill(pid, signal.SIGQUIT)
     end = time.monotonic() + seconds
-    while not (folder / answer).exists():
+    while not answer.exists():
         if time.monotonic() > end:
-            raise ConfigurationError(f"the job of {folder} does not answer.")
+            raise ConfigurationError(f"the job of {answer.parent} does not answer.")
+        if handled_by(pid) is None:
+            raise ConfigurationError(f"the job of {answer.parent} has ended.")
         time.sleep(0.05)
-    return (folder / answer).read_text()
+    return answer.read_text()
 
 
 def read_request(path: Path) -> str:
@@ -51,13 +61,11 @@ def read_request(path: Path) -> str:
         return ""
 
 
-def write_answer(path: Path, text: str, to: Path | None = None) -> None:
-    """Write an answer, which appears whole, and remove the request. A full disk must not end the training."""
+def write_answer(path: Path, text: str) -> None:
+    """Write an answer, which appears whole. A full disk must not end the training."""
     written = path.with_name(f".{path.name}")
     with suppress(OSError):
         written.write_text(text)
-        if to is not None:
-            to.unlink(missing_ok=True)
         written.rename(path)
 
 

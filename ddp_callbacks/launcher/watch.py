@@ -11,11 +11,11 @@ from dataclasses import replace
 from signal import SIGTERM, Signals
 
 from ddp_callbacks.environment import SUCCESSOR
-from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
+from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready
 from ddp_callbacks.launcher.join import plans_to_add
-from ddp_callbacks.launcher.launch import CannotStart, Launch
+from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.requests import HOSTS, JOINED, read_request, write_answer
@@ -76,8 +76,9 @@ class Watch:
         self._launch.taken.set()
 
     async def _on_request(self, _: Connection) -> None:
+        hosts = await asyncio.to_thread(read_request, self._output.folder / HOSTS)
         self._joining = _unfinished(self._joining)
-        if self._joining is None and (hosts := read_request(self._output.folder / HOSTS)):
+        if hosts and self._joining is None:
             self._joining = asyncio.create_task(self._add(hosts))
         else:
             self._launch.ask_for_stacks()
@@ -94,11 +95,17 @@ class Watch:
         self._launch.stop(Signals[signal], f"{signal} on {node.plan.name}")
 
     async def _on_problem(self, node: Connection, text: str) -> None:
+        if self._members.has_only_successors(node.plan.name):
+            await self._note(f"{node.plan.name} does not join: {text}")
+            self._members.forget_successors(node.plan.name)
+            self._release(node)
+            return
         self._fail(node.plan.name, text)
         self._launch.end()
 
     async def _on_done(self, node: Connection) -> None:
-        self._running.remove(node)
+        if node in self._running:
+            self._running.remove(node)
 
     async def _on_closed(self, node: Connection) -> None:
         if node in self._running:
@@ -109,8 +116,9 @@ class Watch:
 
     async def _on_started(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
         name, self._launch.has_begun = node.plan.name, True
-        self._forget(name)
-        self._ranks |= {rank: End(name, rank) for rank in ranks if rank not in self._members.successors}
+        if not self._members.successors.keys() & ranks:
+            self._forget(name)
+            self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
@@ -132,9 +140,11 @@ class Watch:
         end.take(code, signal, now, self._launch.is_ending)
         if successor is not None:
             await self._note_end_of_successor(successor)
+            self._release(node)
         elif end.reason and not end.printed and self._can_lose([end]):
             await self._lose([end], f"{end} was {end.reason}")
             self._replace(node, end)
+            self._release(node)
         elif self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif code and not self._launch.is_ending:
@@ -191,6 +201,11 @@ class Watch:
         if not self._is_over and self._members.replace(lost):
             node.tell("replace", rank=lost.rank, environ={SUCCESSOR: "1"})
 
+    def _release(self, node: Connection) -> None:
+        """End the program of a node on which no process runs any more, so that the node may join again."""
+        if node is not self._launch.nodes[0] and self._members.has_none(node.plan.name):
+            node.tell("end", seconds=0)
+
     async def _note_end_of_successor(self, end: End) -> None:
         """Tell that a process has ended before it has joined, which is no failure of the job."""
         if not self._is_over:
@@ -200,23 +215,37 @@ class Watch:
     async def _add(self, hosts: str) -> None:
         """Let new processes on more nodes join, and answer the one who has asked for it."""
         try:
-            self._refuse_to_add()
-            nodes = await self._launch.add(plans_to_add(self._job, hosts, len(self._running)))
-            self._refuse_to_add()  # it may have ended meanwhile
-        except (CannotStart, ConfigurationError) as problem:
+            said = f"0\n{await self._start_more(hosts)}: new processes start; they join once they are ready"
+        except Exception as problem:  # whatever it is, the job continues without them
             said = f"2\n{problem}"
-        else:
-            for node in nodes:
-                self._members.add(node.plan.name, int(node.place["processes"]))
-            self._running += [node for node in nodes if node.is_open]  # the end of any other one was heard before
-            self._launch.start_more(nodes)
-            names = ", ".join(node.plan.name for node in nodes)
-            said = f"0\n{names}: new processes start; they join once they are ready"
-        write_answer(self._output.folder / JOINED, said, to=self._output.folder / HOSTS)
+        await asyncio.to_thread(write_answer, self._output.folder / JOINED, said)
+
+    async def _start_more(self, hosts: str) -> str:
+        """Start new processes on more nodes; return the names of the nodes.
+
+        Raises:
+            CannotStart, ConfigurationError: They cannot join.
+        """
+        self._refuse_to_add()
+        plans = await asyncio.to_thread(plans_to_add, self._job, hosts, len(self._running))
+        nodes = await self._launch.add(plans)
+        try:
+            self._refuse_to_add()  # it may have ended meanwhile
+        except CannotStart:
+            await close(nodes)
+            raise
+        for node in nodes:
+            self._members.add(node.plan.name, int(node.place["processes"]))
+        self._running += [node for node in nodes if node.is_open]  # the end of any other one was heard before
+        self._launch.let_know(members=self._members.listed())  # new processes wait until they are among these
+        self._launch.start_more(nodes)
+        return ", ".join(node.plan.name for node in nodes)
 
     def _refuse_to_add(self) -> None:
         if not self._job.keep_going:
             raise CannotStart("no node can join the job: it was started without --keep-going.")
+        if self._members.began_alone:
+            raise CannotStart("no node can join the job: it was started with one process, which makes no group.")
         if self._is_over:
             raise CannotStart("no node can join the job: it ends.")
 
@@ -278,7 +307,8 @@ class Watch:
             await self._lose([self._end_of(name, reason), *ends], f"{name}: {reason}")
             return
         is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
-        if is_needed or self._launch.is_ending or self._job.min_nodes == len(self._job.nodes):
+        can_restart = self._job.min_nodes < len(self._job.nodes) and not self._job.keep_going
+        if is_needed or self._launch.is_ending or not can_restart:
             if not any(rank.node == name and rank.code for rank in self._ends_of_members()):
                 self._fail(name, reason)
             self._launch.end()

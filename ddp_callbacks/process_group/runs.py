@@ -11,10 +11,11 @@ import atexit
 import ctypes
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -28,8 +29,11 @@ _FREES = f"{OWN_THREADS} frees groups"  # name of a thread
 _HELD = 1  # failed groups that may stay: the latest exception, which is being handled, holds one
 _PATIENCE = 1.0  # seconds for which the interpreter's end waits for such a thread, which needs the GIL: .torch_threads
 
-_failed: list[tuple[weakref.ref[dist.ProcessGroup], list[Backend]]] = []  # destroyed groups with pending collectives
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_failed))  # the interpreter's end does not free them
+Failed: TypeAlias = list[tuple[weakref.ref[dist.ProcessGroup], list[Backend]]]
+_failed: Failed = []  # destroyed groups with pending collectives
+_stuck: Failed = []  # those whose ranks wait for each other
+for _kept in (_failed, _stuck):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # the interpreter's end does not free them
 
 
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
@@ -75,11 +79,14 @@ def destroy_groups() -> None:
     """Destroy all groups, without the wait of ``dist.destroy_process_group`` for collectives that never end.
 
     After a failure, gloo would wait for them when its backend is freed, so the backend stays until this process has
-    formed another group. It then also aborts operations on GPUs. This library's objects for a group are freed.
+    formed another group; after a mismatch, until the process ends. It then also aborts operations on GPUs. This
+    library's objects for a group are freed.
     """
     here = presence()
     if here.failed:
-        _failed.extend((weakref.ref(group), backends_of(group)) for group in known_groups())
+        end = here.end_of_run()
+        kept = _stuck if end is not None and end["kind"] == "mismatch" else _failed
+        kept.extend((weakref.ref(group), backends_of(group)) for group in known_groups())
         here.abort()
     dist.destroy_process_group()
 
@@ -92,17 +99,19 @@ def _free_failed_groups() -> None:
     """
     if sum(group() is not None for group, _ in _failed) > _HELD:  # by frames of exceptions, in cycles
         gc.collect()
-    unused = [backends for group, backends in _failed if group() is None]
-    _failed[:] = [(group, backends) for group, backends in _failed if group() is not None]
+    held = [each for each in _failed if each[0]() is not None]
+    unused = [each[1] for each in _failed if each not in held]
+    _failed[:] = held
     if unused:
         threading.Thread(target=unused.clear, name=_FREES, daemon=True).start()
 
 
 @atexit.register
 def _await_threads() -> None:
+    end = time.monotonic() + _PATIENCE
     for thread in threading.enumerate():
         if thread.name == _FREES:
-            thread.join(_PATIENCE)
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def form_group(

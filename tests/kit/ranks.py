@@ -46,6 +46,7 @@ from kit.warm import Process, Server
 
 HOST = "127.0.0.1"
 HOSTNAME = socket.gethostname()
+_given = set[int]()  # ports
 DEADLINE = 300.0  # seconds, beside other work; ranks that take longer are killed, and their exit code says so
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 NCCL_ON_ONE_GPU = {
@@ -220,11 +221,18 @@ def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadl
 
 
 def free_port() -> int:
-    """Return a free port below the kernel's range for connections, which could take it before it is used."""
+    """Return a free port below the kernel's range for connections, which could take it before it is used.
+
+    No other call returns it: each worker of pytest-xdist has ports of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
     while True:
+        port = 10_000 + 5_000 * worker + secrets.randbelow(5_000)
         with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, 10_000 + secrets.randbelow(20_000)))
-            return int(probe.getsockname()[1])
+            probe.bind((HOST, port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------

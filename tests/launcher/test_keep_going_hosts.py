@@ -47,22 +47,21 @@ def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_p
     prove(tmp_path, ("trainer", "adam"), 0, ("backward", 8), "often", "program killed")
 
 
-def test_a_host_that_was_lost_and_a_new_one_join_a_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["h3"], ["h2", "h3"]], ids=["a new one", "one that was lost, and a new one"])
+def test_hosts_join_a_job(tmp_path: Path, names: list[str]) -> None:
     """Hosts may join a running job."""
     argv = ["-H", "h1:1,h2:1", "--keep-going", "-x", 'DIES={"0": ["forward", 3, "waits"]}', "-x", "COPIES=often"]
     with HostBed(3) as bed, Run(tmp_path, *argv, survival.SCRIPT, "trial", "sgd", host=bed.hosts[0]) as run:
         run.await_files("waits")
-        signal_on(bed.hosts[1], PROGRAM)
-        run.await_text("continuing with 1 process")
-        joined = ddprun("join", "-H", "h2:1,h3:1", cwd=tmp_path, host=bed.hosts[0])
-        assert (joined.returncode, joined.stderr) == (
-            0,
-            "ddprun: h2, h3: new processes start; they join once they are ready\n",
-        )
+        if "h2" in names:
+            signal_on(bed.hosts[1], PROGRAM)
+            run.await_text("continuing with 1 process")
+        joined = ddprun("join", "-H", ",".join(names), cwd=tmp_path, host=bed.hosts[0])
+        said = f"ddprun: {', '.join(names)}: new processes start; they join once they are ready\n"
+        assert (joined.returncode, joined.stderr) == (0, said)
         assert run.end() == 0, run.text
-    for rank, host in ((2, "h2"), (3, "h3")):
+    for rank, host in enumerate(names, start=2):
         assert f"ddprun: rank {rank} on {host}: a new process joins; continuing with " in run.text, run.text
-    assert run.text.endswith("ddprun: done, with 1 of 4 processes lost on the way\n"), run.text
     survival.require_truth(tmp_path, "trial", "sgd", run.text)
 
 
@@ -78,7 +77,7 @@ def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path
         tmp_path, "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('now'): time.sleep(0.05)"
     )
     with HostBed(2) as bed:
-        with Run(tmp_path, "-H", "h1", "--keep-going", "--nnodes", "1:2", script, host=bed.hosts[0]) as run:
+        with Run(tmp_path, "-H", "h1:2", "--keep-going", "--nnodes", "1:2", script, host=bed.hosts[0]) as run:
             run.await_text("up")
             for hosts, why in refused.items():
                 asked = ddprun("join", "-H", hosts, cwd=tmp_path, host=bed.hosts[0])
@@ -87,6 +86,20 @@ def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path
             assert run.end() == 0, run.text
         over = ddprun("join", "-H", "h2", cwd=tmp_path, host=bed.hosts[0])
         assert (over.returncode, over.stderr.count("does not run on this machine.")) == (2, 1), over.stderr
+
+
+def test_a_host_whose_new_process_failed_may_join_again(tmp_path: Path) -> None:
+    text = "import os, sys, time\nos.environ.get('DDP_CALLBACKS_SUCCESSOR') and sys.exit(3)\n"
+    script = write(tmp_path, f"{text}while not os.path.exists('now'): time.sleep(0.05)")
+    with HostBed(3) as bed, Run(tmp_path, "-H", "h1:1,h2:1", "--keep-going", script, host=bed.hosts[0]) as run:
+        run.await_text("h2: rank 1, ")
+        for rank in (2, 3):
+            joined = ddprun("join", "-H", "h3:1", cwd=tmp_path, host=bed.hosts[0])
+            assert joined.returncode == 0, joined
+            run.await_text(f"rank {rank} on h3: the new process ended with exit code 3 before it joined")
+            run.wait_until(lambda: not of_job(bed.hosts[2]))
+        (tmp_path / "now").touch()
+        assert run.end() == 0, run.text
 
 
 @pytest.mark.night
