@@ -302,6 +302,7 @@ class Watch:
     async def _lose_node(self, node: Connection, reason: str) -> None:
         """Handle a lost connection: an elastic job, or one that keeps going, continues without the node."""
         name = node.plan.name
+        self._members.forget_successors(name)
         ends = [end for rank in self._members.on(name) if (end := self._ranks.get(rank) or End(name, rank)).code != 0]
         if self._can_lose(ends):
             await self._lose([self._end_of(name, reason), *ends], f"{name}: {reason}")

@@ -54,9 +54,13 @@ class NcclWork(dist.Work):
         return True
 
 
+class Group(SimpleNamespace):
+    """Other than its base, and like torch's, it can be referred to weakly."""
+
+
 def group_of(accelerator: Any, on_cpu: Any = None) -> Any:
     """A group for CPUs and GPUs, whose backends these are."""
-    return SimpleNamespace(
+    return Group(
         _device_types=[torch.device("cpu"), CUDA],
         _get_backend=lambda device: on_cpu if device.type == "cpu" else accelerator,
     )

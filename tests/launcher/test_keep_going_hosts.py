@@ -47,16 +47,22 @@ def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_p
     prove(tmp_path, ("trainer", "adam"), 0, ("backward", 8), "often", "program killed")
 
 
-@pytest.mark.parametrize("names", [["h3"], ["h2", "h3"]], ids=["a new one", "one that was lost, and a new one"])
-def test_hosts_join_a_job(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "loses", "names"),
+    [
+        pytest.param(["-H", "h1:2", "--master-addr", "10.83.0.1"], False, ["h2"], id="a new one"),
+        pytest.param(["-H", "h1:1,h2:1"], True, ["h2", "h3"], id="one that was lost, and a new one"),
+    ],
+)
+def test_hosts_join_a_job(tmp_path: Path, flags: list[str], loses: bool, names: list[str]) -> None:
     """Hosts may join a running job."""
-    argv = ["-H", "h1:1,h2:1", "--keep-going", "-x", 'DIES={"0": ["forward", 3, "waits"]}', "-x", "COPIES=often"]
+    argv = [*flags, "--keep-going", "-x", 'DIES={"0": ["forward", 3, "waits"]}', "-x", "COPIES=often"]
     with HostBed(3) as bed, Run(tmp_path, *argv, survival.SCRIPT, "trial", "sgd", host=bed.hosts[0]) as run:
         run.await_files("waits")
-        if "h2" in names:
+        if loses:
             signal_on(bed.hosts[1], PROGRAM)
             run.await_text("continuing with 1 process")
-        joined = ddprun("join", "-H", ",".join(names), cwd=tmp_path, host=bed.hosts[0])
+        joined = ddprun("join", "-H", ",".join(f"{name}:1" for name in names), cwd=tmp_path, host=bed.hosts[0])
         said = f"ddprun: {', '.join(names)}: new processes start; they join once they are ready\n"
         assert (joined.returncode, joined.stderr) == (0, said)
         assert run.end() == 0, run.text
