@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import Backend, backends_of, known_groups, sequence_number, timeout_of
+from ddp_callbacks._torch import Backend, accelerators_of, backends_of, known_groups, sequence_number, timeout_of
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.failures import BEGIN, enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS, presence
@@ -31,7 +31,7 @@ _PATIENCE = 1.0  # seconds for which the interpreter's end waits for such a thre
 
 Failed: TypeAlias = list[tuple[weakref.ref[dist.ProcessGroup], list[Backend]]]
 _failed: Failed = []  # destroyed groups with pending collectives
-_stuck: Failed = []  # those whose ranks wait for each other
+_stuck: Failed = []  # those whose ranks wait for each other, and those of GPUs, whose operations are aborted
 for _kept in (_failed, _stuck):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # the interpreter's end does not free them
 
@@ -79,14 +79,16 @@ def destroy_groups() -> None:
     """Destroy all groups, without the wait of ``dist.destroy_process_group`` for collectives that never end.
 
     After a failure, gloo would wait for them when its backend is freed, so the backend stays until this process has
-    formed another group; after a mismatch, until the process ends. It then also aborts operations on GPUs. This
-    library's objects for a group are freed.
+    formed another group; after a mismatch, or if it is for GPUs, until the process ends. It then also aborts operations
+    on GPUs. This library's objects for a group are freed.
     """
     here = presence()
     if here.failed:
         end = here.end_of_run()
-        kept = _stuck if end is not None and end["kind"] == "mismatch" else _failed
-        kept.extend((weakref.ref(group), backends_of(group)) for group in known_groups())
+        is_mismatch = end is not None and end["kind"] == "mismatch"
+        for group in known_groups():
+            kept = _stuck if is_mismatch or accelerators_of(group) else _failed
+            kept.append((weakref.ref(group), backends_of(group)))
         here.abort()
     dist.destroy_process_group()
 
