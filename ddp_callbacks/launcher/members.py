@@ -55,10 +55,6 @@ class Members:
         """Whether one process alone was started."""
         return len(self._nodes) == 1
 
-    def has_only_successors(self, name: str) -> bool:
-        """Whether no rank takes part on a node, but some are to join there."""
-        return not self.on(name) and not self.has_none(name)
-
     def has_none(self, name: str) -> bool:
         """Whether no rank takes part on a node, nor is to join there."""
         return not self.on(name) and all(end.node != name for end in self.successors.values())

@@ -95,13 +95,13 @@ class Watch:
         self._launch.stop(Signals[signal], f"{signal} on {node.plan.name}")
 
     async def _on_problem(self, node: Connection, text: str) -> None:
-        if self._members.has_only_successors(node.plan.name):
-            await self._note(f"{node.plan.name} does not join: {text}")
-            self._members.forget_successors(node.plan.name)
-            self._release(node)
+        if self._members.on(node.plan.name):
+            self._fail(node.plan.name, text)
+            self._launch.end()
             return
-        self._fail(node.plan.name, text)
-        self._launch.end()
+        await self._note(f"{node.plan.name}: {text}")  # the others continue without its new processes
+        self._members.forget_successors(node.plan.name)
+        self._release(node)
 
     async def _on_done(self, node: Connection) -> None:
         if node in self._running:
