@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import survival
-from jobs import IMPATIENT, Run, ddprun, of_job, on_hosts, signal_on, write
+from jobs import IMPATIENT, Run, ddprun, of_job, on_hosts, program, signal_on, write
 from kit.hosts import Host, HostBed
 
 pytestmark = [*on_hosts("recovery"), pytest.mark.cold]
@@ -29,17 +30,19 @@ FAULTS: dict[str, Callable[[HostBed, Host], None]] = {
 }
 
 
-def prove(folder: Path, program: tuple[str, str], which: int, moment: tuple[str, int], copies: str, fault: str) -> None:
+def prove(
+    folder: Path, training: tuple[str, str], which: int, moment: tuple[str, int], copies: str, fault: str
+) -> None:
     """The job that is started on the second host loses the rank of another one at a moment."""
     variables = ["-x", f'DIES={{"{which}": ["{moment[0]}", {moment[1]}, "stays"]}}', "-x", f"COPIES={copies}"]
-    argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, *program]
+    argv = ["-H", "h1:1,h2:1,h3:1", "--keep-going", *IMPATIENT, *variables, survival.SCRIPT, *training]
     with HostBed(3) as bed, Run(folder, *argv, host=bed.hosts[1]) as run:
         run.await_files("there")
         FAULTS[fault](bed, lost := bed.hosts[which])
         assert run.end() == 0, run.text
         assert re.search(rf"ddprun: .*{lost.name}.*; continuing with 2 processes\n", run.text), run.text
         assert not of_job(*(host for host in bed.hosts if host is not lost))
-    survival.require_truth(folder, *program, run.text)
+    survival.require_truth(folder, *training, run.text)
 
 
 def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_process(tmp_path: Path) -> None:
@@ -95,17 +98,21 @@ def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path
 
 
 def test_a_host_whose_new_process_failed_may_join_again(tmp_path: Path) -> None:
-    text = "import os, sys, time\nos.environ.get('DDP_CALLBACKS_SUCCESSOR') and sys.exit(3)\n"
-    script = write(tmp_path, f"{text}while not os.path.exists('now'): time.sleep(0.05)")
-    with HostBed(3) as bed, Run(tmp_path, "-H", "h1:1,h2:1", "--keep-going", script, host=bed.hosts[0]) as run:
-        run.await_text("h2: rank 1, ")
-        for rank in (2, 3):
-            joined = ddprun("join", "-H", "h3:1", cwd=tmp_path, host=bed.hosts[0])
-            assert joined.returncode == 0, joined
-            run.await_text(f"rank {rank} on h3: the new process ended with exit code 3 before it joined")
-            run.wait_until(lambda: not of_job(bed.hosts[2]))
-        (tmp_path / "now").touch()
-        assert run.end() == 0, run.text
+    path = program(
+        tmp_path / "bin" / "run", '[ -z "$DDP_CALLBACKS_SUCCESSOR" ] || exit 3; until [ -e now ]; do sleep 0.05; done'
+    )
+    failures = {2: "h3: cannot start", 3: "rank 3 on h3: the new process ended with exit code 3 before it joined"}
+    with HostBed(3) as bed:
+        hosts, here = bed.hosts, {"cwd": tmp_path, "host": bed.hosts[0]}
+        with Run(tmp_path, "-H", "h1:1,h2:1", "--keep-going", "--no-python", path, host=hosts[0]) as run:
+            run.await_text("h2: rank 1, ")
+            for rank, failure in failures.items():
+                os.chmod(path, 0o755 if rank > 2 else 0o644)
+                assert ddprun("join", "-H", "h3:1", **here).returncode == 0
+                run.await_text(failure)
+                run.wait_until(lambda: not of_job(hosts[2]))
+            (tmp_path / "now").touch()
+            assert run.end() == 0, run.text
 
 
 @pytest.mark.night
