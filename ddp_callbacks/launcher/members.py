@@ -15,7 +15,7 @@ from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End
 
 _MOST = 3  # successors of a rank in succession that die soon
-_SOON = 60.0  # seconds after they have joined
+_SOON = 10.0  # seconds after they have joined
 
 
 class Members:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROWS, BATCH, FEATURES, CLASSES = 6400, 64, 1000, 50
+ROWS, BATCH, FEATURES, CLASSES = 10240, 1024, 1000, 200
 LAUNCHER = [sys.executable, "-m", "ddp_callbacks.launcher", "--keep-going", "--nproc-per-node"]
 LIMIT = 3.0  # of the expected time, after which a run is given up
 
