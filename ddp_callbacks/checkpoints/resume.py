@@ -84,10 +84,13 @@ class Interval:
         return bool(due)
 
     def _look(self, seconds: float) -> tuple[bool, int]:
-        """Return whether the time has passed, and the number of moments until the next look."""
+        """Return whether the time has passed, and the number of moments until the next look.
+
+        The estimate holds for as many moments as were measured: the first ones may be quick.
+        """
         elapsed = time.monotonic() - self._written
         left = (seconds - elapsed) / max(elapsed / self._moments, 1e-6)
-        return elapsed >= seconds, max(1, min(_MOST, int(left / 2)))
+        return elapsed >= seconds, max(1, min(_MOST, self._moments, int(left / 2)))
 
 
 class ResumeOptions:

@@ -298,8 +298,8 @@ for name, (reports, calls, code, says) in SUCCESSORS.items():
     LOSSES[f"a successor: {name}"] = [*first[0], *reports], [*first[1], *calls], code, [f"{ONE} 2 processes", *says]
 
 
-@pytest.mark.parametrize(("seconds", "again"), [(59.0, False), (61.0, True)])
-def test_a_rank_that_had_joined_for_a_minute_may_be_replaced_again(
+@pytest.mark.parametrize(("seconds", "again"), [(9.0, False), (11.0, True)])
+def test_a_rank_that_had_joined_for_ten_seconds_may_be_replaced_again(
     monkeypatch: pytest.MonkeyPatch, seconds: float, again: bool
 ) -> None:
     now = [1000.0]

@@ -92,3 +92,16 @@ def test_a_checkpoint_is_written_when_it_is_due(
             written.append(batch)
             interval.note_written()
     assert written == expected
+
+
+@pytest.mark.parametrize("first", [1e-7, 1e-3, 0.5])
+def test_a_checkpoint_is_on_time_also_if_the_first_batch_takes_another_time(
+    first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    interval = Interval(timedelta(seconds=1))
+    now[0] += first
+    while not interval.is_due(is_batch=True, is_epoch_end=False):
+        now[0] += 0.03
+    assert 1 <= now[0] < 1.04
