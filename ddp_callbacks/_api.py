@@ -14,10 +14,10 @@ from ddp_callbacks.gradients import GradientSynchronizer as GradientSynchronizer
 from ddp_callbacks.local_sgd import DiLoCo as DiLoCo
 from ddp_callbacks.local_sgd import LocalSGD as LocalSGD
 from ddp_callbacks.local_sgd import ParameterAverager as ParameterAverager
-from ddp_callbacks.process_group.membership import get_rank as get_rank
-from ddp_callbacks.process_group.membership import get_world_size as get_world_size
-from ddp_callbacks.process_group.membership import join_process_group as join_process_group
-from ddp_callbacks.process_group.membership import leave_process_group as leave_process_group
+from ddp_callbacks.process_group.default_group import get_rank as get_rank
+from ddp_callbacks.process_group.default_group import get_world_size as get_world_size
+from ddp_callbacks.process_group.default_group import join_process_group as join_process_group
+from ddp_callbacks.process_group.default_group import leave_process_group as leave_process_group
 from ddp_callbacks.process_group.preemption import Preemption as Preemption
 from ddp_callbacks.process_group.spawn import spawn as spawn
 from ddp_callbacks.replicas import broadcast_optimizer_state as broadcast_optimizer_state

@@ -1,6 +1,6 @@
 """Join and leave the process group, and detect failures of other ranks.
 
-- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: processes meet by a store
+- :mod:`.default_group`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: processes meet by a store
   and join at rank 0; :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
 - :mod:`.failures`: waits in slices, and checks in between whether another rank has failed; :mod:`.diagnosis`: why a
   wait is in vain, or broke
@@ -14,7 +14,7 @@
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends
 """
 
-from ddp_callbacks.process_group.membership import (
+from ddp_callbacks.process_group.default_group import (
     DEFAULT_TIMEOUT,
     get_rank,
     get_world_size,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.process_group.membership import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group.default_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.moments import Agreement
 from ddp_callbacks.process_group.presence import describe, presence
 
