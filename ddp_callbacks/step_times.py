@@ -75,3 +75,9 @@ def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]])
         f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {part} "
         f"({mine * 1e3:.3g} ms, {measure} {others * 1e3:.3g} ms)"
     )
+
+
+def describe_mean(seconds: Sequence[float], steps: int) -> str:
+    """Say how long a step took, from the seconds of each part in ``steps`` steps."""
+    parts = zip(get_args(Part), seconds, strict=True)
+    return ", ".join(f"{each / steps * 1e3:.3g} ms {part}" for part, each in parts)

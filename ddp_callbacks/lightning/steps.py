@@ -112,10 +112,9 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         self._make_one()
 
     def on_train_end(self) -> None:
-        """Let all processes draw the same random numbers again, as before the run. A collective."""
+        """End a run that nothing has cut. A collective."""
         if self._run is not None:
-            self._run.drawing.random_state.synchronize()
-            self._run.drawing.random_state.end()
+            self._run.end()
 
     on_test_end = on_predict_end = on_train_end
 

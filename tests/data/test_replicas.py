@@ -299,6 +299,22 @@ def test_a_rank_that_dawdles_is_named_with_the_part_of_the_step(name: str) -> No
     assert dist.get_rank() or re.match(rf"rank 1 \(host {HOSTNAME}, pid \d+\) has .*; most of it {part} \(", lines[0])
 
 
+@WORLD.each(RUNS)
+def test_the_times_of_all_ranks_are_logged_at_the_end_on_request(name: str) -> None:
+    with mock.patch.object(replica_checks, "FIRST", 2), mock.patch.object(replica_checks, "_log") as log:
+        RUNS[name]("raise", Dawdles("in forward"))
+    said = [text for call in log.debug.mock_calls for text in call.args]
+    numbers = r"([\d.e-]+) ms between steps, ([\d.e-]+) ms in forward, ([\d.e-]+) ms in backward"
+    found = [
+        re.fullmatch(rf"rank {rank} \(.*\): a step has taken {numbers}, on average of \d+", text)
+        for rank, text in enumerate(said)
+    ]
+    assert len(said) == (0 if dist.get_rank() else 2), said
+    for rank, match in enumerate(found):
+        assert match is not None, said
+        assert (float(match[2]) >= 20) == (rank == 1), said
+
+
 # --- at the end of an epoch -------------------------------------------------------------------------------------------
 
 
