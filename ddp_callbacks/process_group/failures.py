@@ -2,7 +2,7 @@
 
 gloo cannot abort a pending collective (https://github.com/pytorch/pytorch/issues/130345), so :func:`wait` waits in
 slices. Between two slices it checks whether this rank has heard (:mod:`.presence`) that another one failed, died or
-left, or waits for this one in a different exchange.
+left, or waits for this one in a different exchange. Only a wait of more than a second is told to the others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY
 from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
-from ddp_callbacks.process_group.presence import OWN_THREADS, found, is_aborted, presence
+from ddp_callbacks.process_group.presence import OWN_THREADS, Presence, found, is_aborted, presence
 from ddp_callbacks.process_group.presence import enter as enter
 
-SLICE = timedelta(seconds=1)  # how often a waiting rank checks what it has heard
+_SLICE = timedelta(seconds=0.1)  # how often a waiting rank checks what it has heard
+_LONG = 10  # slices of a wait before the others are told
 BEGIN = "the begin of a run"
 _TRACEBACK = 1 << 16  # characters
 _ABORTED = "operations on GPUs were aborted, because the run has failed"
@@ -70,7 +71,7 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     here = found()
     run = 0 if here is None else here.run
     try:
-        if not _wait_slice(pending):
+        if not _wait_first_slices(pending, here):
             _wait_long(pending, doing, group, run)
         if is_aborted() and doing != BEGIN:
             raise RuntimeError(_ABORTED)  # the result may be meaningless
@@ -228,11 +229,21 @@ class Launched:
         return True
 
 
+def _wait_first_slices(pending: Pending, here: Presence | None) -> bool:
+    """Wait until ``pending`` is complete, for a second at most; less if the run has ended."""
+    for _ in range(_LONG):
+        if _wait_slice(pending):
+            return True
+        if here is not None and here.end_of_run():
+            break
+    return False
+
+
 def _wait_slice(pending: Pending) -> bool:
     if not isinstance(pending, dist.Work) or hasattr(pending, "wait_slice"):  # MPI's work is both
-        return bool(pending.wait_slice(SLICE.total_seconds()))
+        return bool(pending.wait_slice(_SLICE.total_seconds()))
     try:
-        pending.wait(SLICE)
+        pending.wait(_SLICE)
     except RuntimeError:
         if not pending.is_completed():
             return False

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import failures
 from ddp_callbacks.process_group.client import Board
 from ddp_callbacks.process_group.connection import Connection, Message
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Sent
@@ -377,3 +379,17 @@ def test_the_first_request_for_a_gathering_counts_although_another_one_comes_lat
         board.note({"event": "asked", "about": "decision 1", "run": None, "note": note})
     heard = board.get("asked", "decision 1")
     assert heard is not None and heard["note"] == "stop"
+
+
+@pytest.mark.parametrize(("ends_after", "seconds"), [(1, 0.1), (3, 0.3), (99, 1.0)])
+def test_a_waiting_rank_notices_within_a_tenth_of_a_second_that_the_run_has_ended(
+    monkeypatch: pytest.MonkeyPatch, ends_after: int, seconds: float
+) -> None:
+    waited, told_after = list[float](), list[float]()
+    pending: Any = SimpleNamespace(wait_slice=waited.append)
+    here = SimpleNamespace(run=0, end_of_run=lambda: len(waited) >= ends_after)
+    monkeypatch.setattr(failures, "found", lambda: here)
+    monkeypatch.setattr(failures, "_wait_long", lambda *_: told_after.append(sum(waited)))
+    group: Any = None
+    failures.wait(pending, "a sum", group)
+    assert told_after == [pytest.approx(seconds)]
