@@ -82,7 +82,7 @@ class ReplicaChecks:
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0] * self._steps, times)
         self._counted += self._steps
-        self._seconds = self._seconds + self._steps * torch.tensor(times)
+        self._seconds = self._seconds + self._steps * torch.tensor(times, dtype=torch.float64)
         self._interval, self._steps = steps_until_next(costs, seconds), 0
         self._since = time.perf_counter()
         self._cost = self._since - begin
