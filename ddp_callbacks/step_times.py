@@ -73,11 +73,15 @@ def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]])
     measure = "median" if len(times) > 2 else "other rank"
     return (
         f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {part} "
-        f"({mine * 1e3:.3g} ms, {measure} {others * 1e3:.3g} ms)"
+        f"({_in_ms(mine)}, {measure} {_in_ms(others)})"
     )
 
 
 def describe_mean(seconds: Sequence[float], steps: int) -> str:
     """Say how long a step took, from the seconds of each part in ``steps`` steps."""
     parts = zip(get_args(Part), seconds, strict=True)
-    return ", ".join(f"{each / steps * 1e3:.3g} ms {part}" for part, each in parts)
+    return ", ".join(f"{_in_ms(each / steps)} {part}" for part, each in parts)
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{float(f'{seconds * 1e3:.3g}'):g} ms"  # three digits, but 1200 instead of 1.2e+03
