@@ -144,7 +144,7 @@ class CallbackFabricMixin(ProcessesMixin):
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Like Fabric's, but weigh the loss by this rank's share of the batch. Its value does not change.
 
-        A collective, except in ``no_backward_sync`` for all models.
+        A collective, except in ``no_backward_sync`` for all models if only one batch was drawn.
         """
         synchronizer = self._models.synchronizer
         if synchronizer is None:
