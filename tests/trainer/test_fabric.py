@@ -221,9 +221,7 @@ def validated_with_gradients(made: Fabric, model: Any) -> None:
 @WORLD.on(TWO)
 def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() -> None:
     """A loss that may be of unlike divided batches raises an error."""
-    made = fabric(OURS)
-    model: Any = made.setup_module(network())
-    rank = made.global_rank
+    rank = get_rank()
     shares = {
         zipped: f"2 batches, which the processes have divided in different proportions (here {2 - rank} of 3, 2 of 4)",
         changed_and_drawn_ahead: f"3 batches, which the processes have divided in different proportions (here 2 of 4, "
@@ -232,7 +230,9 @@ def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() 
         f"{2 - rank} of 3, {2 - rank} of 3)",
     }
     for loop, text in shares.items():
-        said = message_of(lambda loop=loop: loop(made, model))
+        made = fabric(OURS)
+        model: Any = made.setup_module(network())
+        said = message_of(lambda loop=loop, made=made, model=model: loop(made, model))
         assert f"ConfigurationError: the loss of this backward may be of {text}" in said
     assert "call fabric.backward, and only then draw the next; or give the model the batch's own tensors" in said
     assert "drop_last=True. Draw batches that are only evaluated inside torch.no_grad()" in said
