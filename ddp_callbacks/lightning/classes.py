@@ -139,7 +139,7 @@ class CallbackFabricStrategy(CallbackFabricMixin):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's ``DDPStrategy``.
 
     Raises:
-        ConfigurationError: A setting is invalid; a ``ValueError``. From ``fabric.backward``: the loss is of several
+        ConfigurationError: A setting is invalid; a ``ValueError``. From ``fabric.backward``: the loss may be of several
             batches that are divided in different proportions.
         MismatchError: From ``fabric.setup`` and ``setup_dataloaders``: the processes' models, optimizers or data
             differ.

@@ -234,26 +234,131 @@ def evaluate(model: Any, batches: Any) -> list[float]:
 
 @scenario
 def evaluation(strategy: Any) -> Any:
-    """In the middle of an epoch, between drawing, forward and backward, with gradients on and off."""
+    """In the middle of an epoch, between drawing, forward and backward, and with gradients on at the end."""
     made, model, optimizer = begin(strategy)
     batches, few, more = made.setup_dataloaders(loader(30, shuffle=True), loader(2, 2, 9), loader(13, 4, 5))
     found = []
     for index, (x, y) in enumerate(batches):
-        found.append(evaluate(model, few))
+        with torch.inference_mode():
+            found.append(evaluate(model, few))
         loss = F.cross_entropy(model(x), y)
         with torch.no_grad():
             found.append(evaluate(model, more))
         if index == 3:
             next(iter(more))
         learn(made, loss, optimizer)
-    with torch.inference_mode():
-        found.append(evaluate(model, more))
+    found.append(evaluate(model, more))
     return [found, values(model)]
+
+
+def ahead(batches: Any, lag: int) -> Iterator[Any]:
+    """Draws so many batches before it hands out the one before them."""
+    waiting: list[Any] = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > lag:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+@scenario
+def batches_drawn_ahead(strategy: Any) -> Any:
+    """The last one is divided unlike the others; one Fabric's epochs follow each other, or its passes overlap."""
+    made, model, optimizer = begin(strategy)
+    batches = made.setup_dataloaders(loader(shuffle=True))
+    for lag in (1, 2, 4):
+        train(made, ahead(batches, lag), model, optimizer, epochs=1)
+    for x, y in ahead(itertools.chain(batches, batches), 1):
+        learn(made, F.cross_entropy(model(x), y), optimizer)
+    return values(model)
+
+
+@scenario
+def changed_batches_drawn_ahead_or_skipped(strategy: Any) -> Any:
+    """They are divided alike, so it does not matter which one a loss is of."""
+    made, model, optimizer = begin(strategy)
+    batches, more = made.setup_dataloaders(loader(30, 6, shuffle=True), loader(24, 12, 9))
+    for x, y in ahead(itertools.chain(batches, batches), 2):
+        learn(made, F.cross_entropy(model(x * 2), y), optimizer)
+    for index, (x, y) in enumerate(batches):
+        if index != 1:
+            learn(made, F.cross_entropy(model(x * 2), y), optimizer)
+    train(made, loader_of_changed(more), model, optimizer, epochs=1)
+    learn(made, sum(F.cross_entropy(model(x), y) for x, y in loader_of_changed(more)), optimizer)
+    return values(model)
+
+
+def loader_of_changed(batches: Any) -> Iterator[Any]:
+    return ((x + 1, y) for x, y in batches)
+
+
+@scenario
+def the_next_batch_is_drawn_between_forward_and_backward(strategy: Any) -> Any:
+    made, model, optimizer = begin(strategy)
+    batches = iter(made.setup_dataloaders(loader(shuffle=True)))
+    batch = next(batches)
+    while batch is not None:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        batch = next(batches, None)
+        learn(made, loss, optimizer)
+    return values(model)
+
+
+@scenario
+def several_backwards_of_a_batch(strategy: Any) -> Any:
+    """Of one graph; and with the next batch in hand, of steps through time, of views."""
+    made, model, optimizer = begin(strategy)
+    batches = made.setup_dataloaders(loader(shuffle=True))
+    for x, y in batches:
+        losses = F.cross_entropy(model(x), y), model(x).square().mean()
+        made.backward(losses[0], retain_graph=True)
+        made.backward(losses[0] * 0.5)
+        learn(made, losses[1], optimizer)
+    for x, y in ahead(batches, 1):
+        hidden = torch.zeros(len(x), CLASSES, dtype=x.dtype)
+        for step in range(2):
+            hidden = model(x) + hidden.detach() * step
+            made.backward(F.cross_entropy(hidden, y))
+        for view in (x[None].squeeze(0), x.detach()):
+            learn(made, F.cross_entropy(model(view), y), optimizer)
+    return values(model)
+
+
+@scenario
+def one_batch_again_and_again(strategy: Any) -> Any:
+    """The pass over its loader has ended before it is computed, or later than its last batch."""
+    made, model, optimizer = begin(strategy)
+    batches = made.setup_dataloaders(loader())
+    x, y = next(iter(batches))
+    for _ in range(3):
+        learn(made, F.cross_entropy(model(x + 1), y), optimizer)
+    for index, (x, y) in enumerate(batches):
+        if index == 3:
+            break
+        learn(made, F.cross_entropy(model(x), y), optimizer)
+    return train(made, batches, model, optimizer, epochs=1)
+
+
+@scenario
+def critics_and_generators(strategy: Any) -> Any:
+    """Several critics' steps for one of the generator, from noise alone."""
+    made = fabric(strategy)
+    generator, judge = network(1), nn.Linear(CLASSES, 1).double()
+    maker, of_maker = made.setup(generator, sgd(generator))
+    critic, of_critic = made.setup(judge, sgd(judge))
+    noise = torch.linspace(-1, 1, 12 * FEATURES, dtype=torch.float64).view(12, FEATURES)
+    batches = made.setup_dataloaders(loader(shuffle=True))
+    for index, (_, y) in enumerate(itertools.chain(batches, batches)):
+        real = F.one_hot(y, CLASSES).double()
+        learn(made, critic(maker(noise).detach()).mean() - critic(real).mean(), of_critic)
+        if index % 3 == 2:
+            learn(made, -critic(maker(noise)).mean(), of_maker)
+    return values(generator, judge)
 
 
 @scenario
 def several_loaders(strategy: Any) -> Any:
-    """Drawn in turn, and at once where the batches are divided alike."""
+    """Drawn in turn, and at once where the batches are divided alike, or where one trains no model."""
     made, model, optimizer = begin(strategy)
     first, second = made.setup_dataloaders(loader(shuffle=True), loader(23, 5, 9))
     others = iter(second)
@@ -264,6 +369,8 @@ def several_loaders(strategy: Any) -> Any:
     alike = made.setup_dataloaders(loader(36, 12), loader(24, 12, 9))
     for (x, y), (other, labels) in zip(*alike, strict=False):
         learn(made, F.cross_entropy(model(x), y) + F.cross_entropy(model(other), labels), optimizer)
+    for (x, y), (other, _) in zip(first, second, strict=True):
+        learn(made, F.cross_entropy(model(x), y) + other.mean().tanh(), optimizer)
     return values(model)
 
 
@@ -356,8 +463,10 @@ def frozen_layers_and_a_compiled_model(strategy: Any) -> Any:
 
 @scenario
 def samples_that_no_loader_gave(strategy: Any) -> Any:
-    """Each process makes the same batch itself: all count the same."""
+    """Each process makes the same batch itself: all count the same, also behind a last batch that some have none of."""
     made, model, optimizer = begin(strategy)
     x, y = data(8).tensors
+    learn(made, F.cross_entropy(model(x), y), optimizer)
+    train(made, made.setup_dataloaders(loader()), model, optimizer, epochs=1)
     learn(made, F.cross_entropy(model(x), y), optimizer)
     return values(model)

@@ -15,7 +15,9 @@ from fabric_loops import (
     CLASSES,
     FEATURES,
     SCENARIOS,
+    ahead,
     data,
+    evaluate,
     fabric,
     loader,
     network,
@@ -197,25 +199,43 @@ def test_a_loop_may_skip_batches_that_are_divided_unlike_the_next(strategy: str)
     return values(module)
 
 
+def zipped(made: Fabric, model: Any) -> None:
+    first, second = made.setup_dataloaders(loader(6, 3), loader(8, 4, 9))
+    for (x, y), (other, labels) in zip(first, second, strict=True):
+        loss = nn.functional.cross_entropy
+        made.backward(loss(model(x), y) + loss(model(other), labels))
+
+
+def changed_and_drawn_ahead(made: Fabric, model: Any) -> None:
+    for x, y in ahead(made.setup_dataloaders(loader(11, 4)), 1):
+        made.backward(nn.functional.cross_entropy(model(x + 1), y))
+
+
+def validated_with_gradients(made: Fabric, model: Any) -> None:
+    batches, few = made.setup_dataloaders(loader(8, 4), loader(6, 3, 9))
+    for x, y in batches:
+        evaluate(model, few)
+        made.backward(nn.functional.cross_entropy(model(x), y))
+
+
 @WORLD.on(TWO)
 def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() -> None:
-    """A loss over unlike divided batches raises an error."""
-    made = fabric(OURS)
-    model: Any = made.setup_module(network())
-    first, second = made.setup_dataloaders(loader(6, 3), loader(8, 4, 9))
-
-    def joint() -> None:
-        for (x, y), (other, labels) in zip(first, second, strict=True):
-            loss = nn.functional.cross_entropy
-            made.backward(loss(model(x), y) + loss(model(other), labels))
-
-    said = message_of(joint)
-    assert (
-        "ConfigurationError: the loss of this backward is of 2 batches, which the processes have divided in different"
-        in said
-    )
-    assert f"(here {2 - made.global_rank} of 3, 2 of 4)" in said
-    assert "call fabric.backward, and only then draw the next; or choose batch sizes that are multiples" in said
+    """A loss that may be of unlike divided batches raises an error."""
+    rank = get_rank()
+    shares = {
+        zipped: f"2 batches, which the processes have divided in different proportions (here {2 - rank} of 3, 2 of 4)",
+        changed_and_drawn_ahead: f"3 batches, which the processes have divided in different proportions (here 2 of 4, "
+        f"2 of 4, {2 - rank} of 3)",
+        validated_with_gradients: f"3 batches, which the processes have divided in different proportions (here 2 of 4, "
+        f"{2 - rank} of 3, {2 - rank} of 3)",
+    }
+    for loop, text in shares.items():
+        made = fabric(OURS)
+        model: Any = made.setup_module(network())
+        said = message_of(lambda loop=loop, made=made, model=model: loop(made, model))
+        assert f"ConfigurationError: the loss of this backward may be of {text}" in said
+    assert "call fabric.backward, and only then draw the next; or give the model the batch's own tensors" in said
+    assert "drop_last=True. Draw batches that are only evaluated inside torch.no_grad()" in said
 
 
 @WORLD.on(TWO)

@@ -1,32 +1,29 @@
-"""Find the batches that a loss is computed from, and its weight.
+"""Choose the batches that a loss is of: their division among the ranks weighs it.
 
-The user's own loop does not tell us. So we note each batch drawn from a loader, mark a model's output with the batches
-in hand, and weigh a loss by the batches of the outputs that it depends on. A validation between forward and backward,
-or between drawing and forward, changes nothing.
+The user's own loop does not tell us. A loss is of the batches drawn since the last backward; if none were, of those of
+the last one. A loop that draws ahead, or skips a batch, has several to choose from. If these are divided alike, it does
+not matter which it was. Otherwise the models decide, whose inputs may be a batch's own tensors, or views of them. Where
+they do not, all ranks raise the same error.
 
-The batches in hand are those drawn last, in passes that still run: from several loaders at once if nothing was computed
-between the draws. A batch drawn while gradients are off is never in hand. If the inputs of a model are tensors of the
-batches themselves, its output is marked with these batches alone: a loop may have skipped the others.
+All ranks must choose alike, although a model may run on some of them only. So draws, ends of passes and backwards alone
+change what can be chosen; the ranks exchange what the models were given.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ddp_callbacks.comm.collectives import all_gather_object, any_rank
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.nested import arrays_in
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group import get_world_size
 
-_KEY = "ddp_callbacks: batches"  # in the metadata of autograd's nodes
 _ROUNDING = 1e-12  # relative error of a quotient of two weights
+_MOST_AHEAD = 8  # batches kept of a loader whose batches train no model
 
 
 @dataclass(eq=False)
@@ -37,109 +34,125 @@ class Draw:
         share: This rank's share of the batch.
         weight: The weight of the loss of this rank's part.
         total: The sum of the ranks' weights; ``None`` until they have exchanged it.
-        arrays: Weak references to the tensors and arrays of this rank's part.
-        number: The number of the draw; the order is the same on all ranks.
+        storages: The memory of the tensors of this rank's part.
+        is_trained: Whether there was a backward of it.
     """
 
     share: Share
     weight: float
     total: float | None
-    arrays: list[weakref.ref[Any]]
-    number: int = field(default_factory=itertools.count().__next__)
+    storages: set[StorageWeakRef]
+    is_trained: bool = False
 
 
-class BatchesInHand:
-    """The batches of the running passes over the loaders; a pass is any object. Local."""
+@dataclass(eq=False)
+class Pass:
+    """A pass over a loader.
+
+    Attributes:
+        draws: The batches that a later loss may be of.
+        is_over: Whether no batch follows.
+    """
+
+    draws: list[Draw] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there was a backward of all batches."""
+        return all(draw.is_trained for draw in self.draws)
+
+
+class Batches:
+    """The batches that the next loss may be of. Local, except for :meth:`choose`."""
 
     def __init__(self) -> None:
-        self._passes: dict[object, list[Draw]] = {}  # in the order of their last draws
-        self._fresh: set[object] = set()  # passes drawn from since something was computed
-        self._computed: set[object] = set()  # passes whose batches were computed last
-        self._has_marked = False
+        self._passes: list[Pass] = []
+        self._computed: set[Draw] = set()  # that forwards since the last backward may have been of
 
-    def take(self, running: object, draw: Draw) -> None:
+    def take(self, running: Pass, draw: Draw) -> None:
         """Note a batch drawn in a pass."""
-        before = self._passes.pop(running, [])
-        self._passes[running] = [*before, draw] if running in self._fresh else [draw]
-        self._fresh.add(running)
+        self._passes = [known for known in self._passes if not (known.is_over and known.is_trained)]
+        if not running.draws:
+            self._passes.append(running)
+        elif len(running.draws) == 1 and running.is_trained:  # otherwise the loop draws ahead, or skips
+            running.draws.clear()
+        running.draws.append(draw)
 
-    def leave(self, running: object) -> None:
+    def leave(self, running: Pass) -> None:
         """Note that a pass has ended."""
-        self._passes.pop(running, None)
-        self._fresh.discard(running)
+        running.is_over = True
+        self._passes = [known for known in self._passes if known is not running or not running.is_trained]
 
-    def compute(self) -> tuple[Draw, ...]:
-        """Return the batches in hand, and note that something is computed from them."""
-        if self._fresh:
-            self._computed, self._fresh = self._fresh, set()
-        in_hand = [running for running in self._passes if running in self._computed] or list(self._passes)[-1:]
-        return tuple(draw for running in in_hand for draw in self._passes[running])
+    def compute(self, inputs: Any) -> None:
+        """Note a forward of a model with gradients."""
+        given = storages_of(inputs)
+        sources = [draw for draw in self._all() if draw.storages & given]
+        is_known = sources and not given.difference(*(draw.storages for draw in sources))
+        self._computed.update(sources if is_known else self._expected())
 
-    def mark(self, inputs: Any, output: Any) -> None:
-        """Mark a model's ``output`` for ``inputs`` with the batches that it is computed from."""
-        in_hand = self.compute()
-        draws = _sources(inputs, in_hand) or in_hand
-        for tensor in arrays_in(output):
-            node = getattr(tensor, "grad_fn", None)
-            if node is not None:
-                node.metadata[_KEY] = draws
-                self._has_marked = True
+    def choose(self) -> list[Draw]:
+        """Return the batches that the loss is of, with totals; empty if it is of no loader. Begin a backward of them.
 
-    def of(self, loss: torch.Tensor) -> list[Draw]:
-        """Return the batches of the marked outputs that ``loss`` depends on; without any, the batches in hand."""
-        marked = _marked(loss) if self._has_marked else []
-        return marked or list(self.compute())
+        A collective, unless there is at most one batch to choose from, of a known total.
 
+        Raises:
+            ConfigurationError: On all ranks: several batches remain, and are divided in different proportions.
+        """
+        draws = self._all()
+        if len(draws) > 1 or any(draw.total is None for draw in draws):
+            draws = self._agree(draws)
+        self._begin_backward(draws)
+        return draws
 
-def _sources(inputs: Any, draws: Sequence[Draw]) -> list[Draw]:
-    """Return the batches that a model's inputs come from; an empty list if any input comes from elsewhere."""
-    found = [[draw for draw in draws if any(own() is array for own in draw.arrays)] for array in arrays_in(inputs)]
-    return [draw for draw in draws if any(draw in own for own in found)] if all(found) else []
+    def _all(self) -> list[Draw]:
+        return [draw for running in self._passes for draw in running.draws]
 
+    def _expected(self) -> list[Draw]:
+        """Return the batches of the passes drawn from since the last backward; without any, all."""
+        return [draw for running in self._passes if not running.is_trained for draw in running.draws] or self._all()
 
-def _marked(loss: torch.Tensor) -> list[Draw]:
-    waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen, found = set(waiting), dict[Draw, None]()
-    while waiting:
-        node = waiting.pop()
-        draws = node.metadata.get(_KEY)
-        if draws is not None:
-            found.update(dict.fromkeys(draws))
-            continue
-        ahead = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= ahead
-        waiting += ahead
-    return sorted(found, key=lambda draw: draw.number)
+    def _agree(self, draws: list[Draw]) -> list[Draw]:
+        """Return the batches that the loss can be of on all ranks. A collective."""
+        computed = self._computed or self._expected()
+        mine = [draw.weight for draw in draws], [draw in computed for draw in draws]
+        weights, flags = zip(*all_gather_object(mine, "the batches of the loss"), strict=True)
+        divisions = {}
+        for draw, of_ranks in zip(draws, zip(*weights, strict=True), strict=True):
+            draw.total = total = sum(of_ranks) if draw.total is None else draw.total
+            divisions[draw] = [weight / total if total else 0.0 for weight in of_ranks]
+        chosen = [draw for draw, of_ranks in zip(draws, zip(*flags, strict=True), strict=True) if all(of_ranks)]
+        _require_alike({draw: divisions[draw] for draw in chosen or draws})
+        return chosen or draws
 
-
-def weight_and_total(draws: Iterable[Draw]) -> tuple[float, float]:
-    """Return the weight of this rank's loss of these batches, and the total; without a batch, all ranks count equally.
-
-    A collective, if a total is unknown or there are several batches: all ranks must have the same number of them.
-
-    Raises:
-        ConfigurationError: On all ranks: several batches are divided in different proportions.
-    """
-    batches = list(draws)
-    for draw in batches:
-        if draw.total is None:
-            draw.total = sum(all_gather_object(draw.weight, "the weight of the batch"))
-    if not batches:
-        return 1.0, float(get_world_size())
-    if len(batches) > 1:
-        _require_equal_proportions(batches)
-    return batches[0].weight, batches[0].total or 0.0
+    def _begin_backward(self, chosen: list[Draw]) -> None:
+        """Forget the batches that a loop has left behind. Several chosen ones stay two: the loop may draw ahead."""
+        self._computed.clear()
+        for draw in chosen:
+            draw.is_trained = True
+        for running in self._passes:
+            last = [index for index, draw in enumerate(running.draws) if draw in chosen][-2:]
+            if last:
+                del running.draws[: last[0]]
+            else:
+                del running.draws[: None if running.is_over else -_MOST_AHEAD]
+        self._passes = [running for running in self._passes if running.draws]
 
 
-def _require_equal_proportions(batches: list[Draw]) -> None:
-    parts = [draw.weight / draw.total if draw.total else 0.0 for draw in batches]
-    differ = max(parts) - min(parts) > _ROUNDING
-    if not any_rank(differ, "the shares of several batches"):
+def storages_of(value: Any) -> set[StorageWeakRef]:
+    """Return the memory of the dense tensors in a nested value."""
+    tensors = [array for array in arrays_in(value) if getattr(array, "layout", None) is torch.strided]
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+
+def _require_alike(divisions: dict[Draw, list[float]]) -> None:
+    if all(max(parts) - min(parts) <= _ROUNDING for parts in zip(*divisions.values(), strict=True)):
         return
-    mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in batches)
+    mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in divisions)
     raise ConfigurationError(
-        f"the loss of this backward is of {len(batches)} batches, which the processes have divided in different "
-        f"proportions (here {mine}), so that no one number weighs it; batches that you skipped may be among them. Draw "
-        "a batch, compute it and call fabric.backward, and only then draw the next; or choose batch sizes that are "
-        "multiples of the number of processes, with drop_last=True."
+        f"the loss of this backward may be of {len(divisions)} batches, which the processes have divided in different "
+        f"proportions (here {mine}), so that no one number weighs it. Draw a batch, compute it and call "
+        "fabric.backward, and only then draw the next; or give the model the batch's own tensors, and change them "
+        "inside of it; or choose batch sizes that are multiples of the number of processes, with drop_last=True. Draw "
+        "batches that are only evaluated inside torch.no_grad()."
     )

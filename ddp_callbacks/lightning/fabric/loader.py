@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import Share, common_size
+from ddp_callbacks.lightning.fabric.batches import Pass
 
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
@@ -37,7 +38,7 @@ class WatchedLoader:
         at_least = self._strategy.samples_needed(self._of_user) if self._divides else 1
         if at_least != self._at_least:
             self._at_least, self._part = at_least, self._strategy.divide(self._of_user, at_least)
-        is_divided, running = isinstance(self._part, ShardedLoader), object()
+        is_divided, running = isinstance(self._part, ShardedLoader), Pass()
         if is_divided:
             self._strategy.begin_pass()
         batches = iter(self._part)

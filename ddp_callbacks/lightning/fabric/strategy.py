@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -11,12 +10,13 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
+from torchmetrics import Metric
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.nested import arrays_in, name_of
+from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -31,10 +31,11 @@ from ddp_callbacks.lightning.batches import (
     weighed_backward,
     weight_function,
 )
-from ddp_callbacks.lightning.fabric.batches import BatchesInHand, Draw, weight_and_total
+from ddp_callbacks.lightning.fabric.batches import Batches, Draw, Pass, storages_of
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
-from ddp_callbacks.lightning.fabric.traces import merge_metrics_by_messages, remember_all
+from ddp_callbacks.lightning.fabric.traces import metrics_of_program
+from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.lightning.processes import ProcessesMixin, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
@@ -52,7 +53,6 @@ class CallbackFabricMixin(ProcessesMixin):
     _divides_next = False  # whether to divide the loader that Fabric sets up next
     _last = Share(1, None)
     _weights = (1.0, 1.0)  # of the last backward
-    _inputs: Any = None  # of the model whose forward runs
     _backwards = 0
 
     def __init__(
@@ -92,9 +92,8 @@ class CallbackFabricMixin(ProcessesMixin):
         self._models = Models(functools.partial(GradientSynchronizer, **self._engine))
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
-        self._batches, self._losses = BatchesInHand(), LossWatch()
-        self._undo: dict[object, Callable[[], None]] = {}  # by pass: removes the traces of its padding batch
-        self._open: set[object] = set()  # running passes over loaders
+        self._batches, self._losses = Batches(), LossWatch()
+        self._undo: dict[Pass, Callable[[], None]] = {}  # running passes: removes the traces of a padding batch
 
     @property
     def share(self) -> Share:
@@ -118,8 +117,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self._set_world_ranks()
         self._meet()
         if self.world_size > 1:
-            Replaced(self.precision, "convert_input", self._begin_forward)
-            Replaced(self.precision, "convert_output", self._end_forward)
+            Replaced(self.precision, "convert_input", self._convert_input)
 
     def teardown(self) -> None:
         """Remove every hook from models."""
@@ -146,14 +144,14 @@ class CallbackFabricMixin(ProcessesMixin):
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Like Fabric's, but weigh the loss by this rank's share of the batch. Its value does not change.
 
-        A collective, except in ``no_backward_sync`` for all models.
+        A collective, except in ``no_backward_sync`` for all models if only one batch was drawn.
         """
         synchronizer = self._models.synchronizer
         if synchronizer is None:
             super().backward(tensor, module, *args, **kwargs)
             return
-        draws = self._batches.of(tensor)
-        self._weights = weight_and_total(draws)
+        draws = self._batches.choose()
+        self._weights = (draws[0].weight, draws[0].total or 0.0) if draws else (1.0, float(self.world_size))
         self._backwards += 1
         self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
         sync = synchronizer.no_sync() if self._models.are_all(set(self._blocked)) else nullcontext()
@@ -213,34 +211,30 @@ class CallbackFabricMixin(ProcessesMixin):
     def begin_pass(self) -> None:
         """Begin a pass over a divided loader: merge buffers, and let each rank draw differently. A collective."""
         self._models.merge_buffers()
-        merge_metrics_by_messages()
+        for metric in metrics_of_program():
+            _synced([metric])
         seed_by_rank()
 
-    def draw(self, running: object, batch: Any, share: Share) -> None:
+    def draw(self, running: Pass, batch: Any, share: Share) -> None:
         """Note a batch drawn from a loader. Local."""
-        self._open.add(running)
-        self._end_batch(running)
-        self._last = share
-        if self.world_size == 1:
-            return
-        if not share.local:
-            self._undo[running] = remember_all(self._models.whole())
-        if torch.is_grad_enabled():
-            if self._weight_of is None and self._weight is not None:
-                self._weight_of = weight_function(self._weight, self._models.whole())
-            arrays = [weakref.ref(array) for array in arrays_in(batch)]
-            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction), arrays))
+        self._undo.pop(running, _nothing)()
+        self._last, models = share, self._models.whole()
+        self._undo[running] = _nothing if share.local else remember_padding(models, _synced(metrics_of_program()))
+        if self.world_size > 1 and torch.is_grad_enabled():
+            if self._weight_of is None:
+                self._weight_of = weight_function(self._weight, models)
+            weights = weigh(batch, share, self._weight_of, self._reduction)
+            self._batches.take(running, Draw(share, *weights, storages_of(batch)))
 
-    def leave(self, running: object) -> None:
+    def leave(self, running: Pass) -> None:
         """Note that a pass has ended, or that the loop has left it. Local."""
-        self._open.discard(running)
-        self._end_batch(running)
+        self._undo.pop(running, _nothing)()
         self._batches.leave(running)
 
     def complete_pass(self) -> None:
         """Complete a pass over a divided loader: merge buffers, and draw alike outside of passes. A collective."""
         self._models.merge_buffers()
-        if not self._open:
+        if not self._undo:
             broadcast_rng_state()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -276,20 +270,11 @@ class CallbackFabricMixin(ProcessesMixin):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _end_batch(self, running: object) -> None:
-        if (undo := self._undo.pop(running, None)) is not None:
-            undo()
-
-    def _begin_forward(self, convert: Callable[[Any], Any], inputs: Any) -> Any:
-        self._inputs = inputs
-        return convert(inputs)
-
-    def _end_forward(self, convert: Callable[[Any], Any], output: Any) -> Any:
-        inputs, self._inputs = self._inputs, None
-        converted = convert(output)
+    def _convert_input(self, convert: Callable[[Any], Any], inputs: Any) -> Any:
+        """Note that a model begins its forward with these inputs."""
         if torch.is_grad_enabled():
-            self._batches.mark(inputs, converted)
-        return converted
+            self._batches.compute(inputs)
+        return convert(inputs)
 
     def _joint_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -301,6 +286,15 @@ class CallbackFabricMixin(ProcessesMixin):
         if isinstance(chosen, functools.partial) and chosen.keywords.get("rank") == self.global_rank:  # Fabric's
             loader.worker_init_fn = None
             _parts.seed_workers(self.package, loader, 0)
+
+
+def _synced(metrics: list[Metric]) -> SyncedMetrics:
+    """Let metrics merge their states by this package's messages from now on."""
+    return SyncedMetrics(metrics, is_padding=lambda: False)
+
+
+def _nothing() -> None:
+    """A batch with samples has nothing to undo."""
 
 
 def _plain(value: Any) -> Any:
