@@ -28,6 +28,7 @@ PRIVATE = (
     "torch:_C._current_autograd_node",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
+    "torch:_lazy_clone",
     "torch:Tensor._post_accumulate_grad_hooks",
     "torch:UntypedStorage._cdata",
     "torch:UntypedStorage._new_shared_fd_cpu",
@@ -119,6 +120,11 @@ def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
     """
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     return storage, storage._share_fd_cpu_()[0]
+
+
+def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares its memory until either is written. RuntimeError: the memory is not torch's own."""
+    return torch._lazy_clone(tensor)
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

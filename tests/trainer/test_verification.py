@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +121,7 @@ def verify(
             return first.share.local, first.share.total
         return weight_of(first.part) if first.share.local else 0.0, None
 
-    return outcome(lambda: verify_gradient(model, functools.partial(loss, model), first.whole, first.part, weight))
+    return outcome(lambda: verify_gradient(model, loss, first.whole, first.part, weight))
 
 
 def with_unused_images() -> nn.Module:
@@ -183,7 +182,7 @@ def test_nothing_of_the_model_is_changed() -> None:
     model = network(nn.BatchNorm1d(6), nn.Dropout(0.5))
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     whole, part = samples()[:], samples()[dist.get_rank() :: 2]
-    outcome(lambda: verify_gradient(model, functools.partial(cross_entropy, model), whole, part, lambda: (1.0, None)))
+    outcome(lambda: verify_gradient(model, cross_entropy, whole, part, lambda: (1.0, None)))
     assert_equal(model.state_dict(), before, 0.0)
     assert [parameter.grad for parameter in model.parameters()] == [None] * 6
     assert torch.equal(torch.get_rng_state(), drawn)
