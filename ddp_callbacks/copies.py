@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks._torch import lazy_copy
-from ddp_callbacks.batch_norm import synchronize_copy
 from ddp_callbacks.errors import ConfigurationError
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
@@ -26,8 +25,8 @@ _STATELESS = (type, ModuleType, torch.Tensor)
 def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[Any]]:
     """Yield a deep copy of modules and other objects, which may refer to each other. Local.
 
-    The copy's tensors take no memory until they are written. BatchNorm layers normalize by all ranks' batches
-    if the originals do. The copy shares process groups, loaders and data sets that are attributes of a layer.
+    The copy's tensors take no memory until they are written. It shares process groups, loaders and data sets that are
+    attributes of a layer. Its layers have no gradient hooks of the originals' parameters.
 
     Args:
         parts: The objects; functions are not copied.
@@ -51,17 +50,13 @@ def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[An
 
 def _deepcopy(parts: Sequence[Any], memo: dict[int, Any]) -> list[Any]:
     try:
-        copies = copy.deepcopy(list(parts), memo)
-        for part, other in zip(parts, copies, strict=True):
-            if isinstance(part, nn.Module):
-                synchronize_copy(part, other)
+        return copy.deepcopy(list(parts), memo)
     except Exception as error:
         names = " and ".join(type(part).__name__ for part in parts)
         raise ConfigurationError(
             f"the gradient of the first batch is computed on a copy, but {names} cannot be copied "
             f"({type(error).__name__}: {error}). Keep what copy.deepcopy refuses outside, or leave verify out."
         ) from error
-    return copies
 
 
 def _lazy(tensor: Any) -> torch.Tensor | None:

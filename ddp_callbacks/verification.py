@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
+from ddp_callbacks.batch_norm import synchronize_copy
 from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_object
 from ddp_callbacks.copies import copied, shares_state
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
@@ -323,6 +324,7 @@ def _prepared(computation: Computation, is_strict: bool) -> Iterator[list[Any]]:
     Dropout is off in them, and BatchNorm by each rank's part, unless strict.
     """
     with copied(computation.parts, computation.instead) as copies:
+        synchronize_copy(computation.module, copies[0])
         for layer in copies[0].modules():
             if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
                 layer.training = False
