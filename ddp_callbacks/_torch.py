@@ -45,6 +45,8 @@ PRIVATE = (
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
+    "torch.nn:Module.register_forward_hook uses _forward_hooks",
+    "torch.nn:Module.register_forward_pre_hook uses _forward_pre_hooks",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
     "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
@@ -142,6 +144,11 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     scheduler's first step.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def forward_hooks(layer: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run in the layer's forward."""
+    return [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
 
 
 def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:

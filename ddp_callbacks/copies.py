@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_callbacks._torch import lazy_copy
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks._torch import forward_hooks, lazy_copy
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
-_STATELESS = (type, ModuleType, torch.Tensor)
 
 
 @contextmanager
@@ -33,30 +31,20 @@ def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[An
         instead: By the ``id`` of an object that ``parts`` may refer to, what the copy has in its place.
 
     Raises:
-        ConfigurationError: An object cannot be copied.
+        Exception: What ``copy.deepcopy`` raises for an object that cannot be copied.
     """
     modules = [part for part in parts if isinstance(part, nn.Module)]
     attributes = [value for module in modules for layer in module.modules() for value in vars(layer).values()]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
     shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
+    memo = {id(tensor): other for tensor, other in lazy.items()} | shared | dict(instead)
     try:
-        yield _deepcopy(parts, {id(tensor): other for tensor, other in lazy.items()} | shared | dict(instead))
+        yield copy.deepcopy(list(parts), memo)
     finally:
         for tensor, other in lazy.items():
             other.data = other.data.new_empty(0)  # what still refers to the copy must not keep the memory
             tensor.data_ptr()  # ends the laziness, without a copy, as nothing else refers to the memory
-
-
-def _deepcopy(parts: Sequence[Any], memo: dict[int, Any]) -> list[Any]:
-    try:
-        return copy.deepcopy(list(parts), memo)
-    except Exception as error:
-        names = " and ".join(type(part).__name__ for part in parts)
-        raise ConfigurationError(
-            f"the gradient of the first batch is computed on a copy, but {names} cannot be copied "
-            f"({type(error).__name__}: {error}). Keep what copy.deepcopy refuses outside, or leave verify out."
-        ) from error
 
 
 def _lazy(tensor: Any) -> torch.Tensor | None:
@@ -70,39 +58,10 @@ def _lazy(tensor: Any) -> torch.Tensor | None:
 
 
 def shares_state(part: Any) -> bool:
-    """Whether a copy would share state with its original: functions are not copied, nor what they close over.
+    """Whether a copy shares state with its original: what a function, or a function among a layer's hooks, closes over.
 
-    Only closures are seen, of ``part`` itself and of the attributes and hooks of a module's layers.
+    Functions are not copied.
     """
-    functions = [part] if isinstance(part, FunctionType) else []
-    if isinstance(part, nn.Module):
-        functions = [function for layer in part.modules() for function in _functions(layer)]
-    return any(map(_may_change, _closed_over(functions)))
-
-
-def _functions(layer: nn.Module) -> Iterator[FunctionType]:
-    """Yield the functions that a copy of a layer would have, too."""
-    state: Any = {}
-    with contextlib.suppress(Exception):  # a layer that cannot be copied
-        state = layer.__getstate__()
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if "state_dict" not in name:  # hooks for saving and loading
-            inside = value.values() if isinstance(value, dict) else [value]
-            yield from (each for each in inside if isinstance(each, FunctionType))
-
-
-def _closed_over(functions: Sequence[Any]) -> list[Any]:
-    """Return what functions close over, and the functions among that, too."""
-    found, waiting = {id(function): function for function in functions}, list(functions)
-    while waiting:
-        for cell in getattr(waiting.pop(), "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # the cell is empty
-                value = cell.cell_contents
-                waiting += [] if id(value) in found else [value]
-                found[id(value)] = value
-    return [value for value in found.values() if not isinstance(value, FunctionType)]
-
-
-def _may_change(value: Any) -> bool:
-    owner = getattr(value, "__self__", value)  # of a method
-    return not isinstance(owner, _STATELESS) and (hasattr(owner, "__dict__") or isinstance(owner, list | dict | set))
+    layers = part.modules() if isinstance(part, nn.Module) else ()
+    hooks = [hook for layer in layers for hook in forward_hooks(layer)]
+    return any(isinstance(each, FunctionType) and each.__closure__ for each in (part, *hooks))

@@ -56,11 +56,6 @@ class Computation:
     loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
     instead: Mapping[int, Any] = field(default_factory=dict)
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose gradients are compared."""
-        return self.parts[0]  # type: ignore[no-any-return]
-
 
 def check_verify(verify: str | None, sync: object) -> None:
     """Raise :class:`ConfigurationError` unless ``verify`` is valid, and ``"first_batch"`` has exact gradients."""
@@ -117,9 +112,8 @@ def verify_gradient(
             that two computations of one batch differ.
         PeerError: Another rank failed or died.
     """
-    if get_world_size(process_group) > 1:
-        computation = Computation([module], lambda copies, batch: loss_of(copies[0], batch))
-        _compare(computation, whole, part, weight, process_group, is_strict=True)
+    computation = Computation([module], lambda copies, batch: loss_of(copies[0], batch))
+    check_first_batch("first_batch", computation, lambda: (whole, part, weight), process_group)
 
 
 def check_first_batch(
@@ -143,8 +137,8 @@ def check_first_batch(
         return
     try:
         if not is_strict:
-            _attempt(process_group, is_strict, lambda: _check_comparable(computation))
-        with _random_states_kept(computation.module):
+            _attempt(process_group, is_strict, lambda: _check_comparable(computation.parts))
+        with _random_states_kept(computation.parts[0]), torch.enable_grad():
             whole, part, weight = _attempt(process_group, is_strict, load)
             _compare(computation, whole, part, weight, process_group, is_strict)
     except MismatchError as error:
@@ -156,18 +150,15 @@ def check_first_batch(
     except ConfigurationError as error:
         if is_strict:
             raise
-        _log.debug("%s", error)
+        _log.debug("The first batch is not compared: %s", error)
 
 
-def _check_comparable(computation: Computation) -> bool:
+def _check_comparable(parts: Sequence[Any]) -> bool:
     """Raise unless a comparison is useful for this model, and leaves no trace: torch compiles code for each size."""
-    layers = list(computation.module.modules())
-    if any(getattr(layer, name, None) for layer in layers for name in _COMPILED):
-        raise ConfigurationError("the model is compiled")
-    if any(_normalizes_by_part(layer, always=True) for layer in layers):
-        raise ConfigurationError("a BatchNorm layer has no running statistics")
-    if any(map(shares_state, computation.parts)):
-        raise ConfigurationError("a function or a hook of a layer closes over an object that it may change")
+    layers = list(parts[0].modules())
+    is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
+    if is_compiled or any(_normalizes_by_part(layer, always=True) for layer in layers) or any(map(shares_state, parts)):
+        raise ConfigurationError("the model is compiled, or it has BatchNorm without running statistics, or closures.")
     return True
 
 
@@ -180,22 +171,19 @@ def _compare(
     is_strict: bool,
 ) -> None:
     attempt, shared = functools.partial(_attempt, group, is_strict), SharedRandomState(group=group)
-    with ExitStack() as stack:
-        copies = attempt(lambda: stack.enter_context(_prepared(computation, is_strict)))
-        parameters = _trainable(copies)
-        loss = attempt(lambda: computation.loss_of(copies, part))
-        fraction = _fraction(weight, group)
-        own = attempt(lambda: _weighed_gradients(loss, fraction, parameters))
+
+    def compute(batch: Any, fraction_of: Callable[[], float]) -> tuple[float, list[torch.Tensor]]:
+        with ExitStack() as stack:
+            copies = attempt(lambda: _copies(computation, stack, is_strict))
+            loss = attempt(lambda: computation.loss_of(copies, batch))
+            fraction = fraction_of()
+            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, _trainable(copies[0])))
 
     def of_whole() -> list[torch.Tensor]:
-        with ExitStack() as stack:
-            copies = attempt(lambda: stack.enter_context(_prepared(computation, is_strict)))
-            stack.enter_context(shared.drawing())
-            found: list[torch.Tensor] = attempt(
-                lambda: _gradients(computation.loss_of(copies, whole), _trainable(copies))
-            )
-        return found
+        with shared.drawing():
+            return compute(whole, lambda: 1.0)[1]
 
+    fraction, own = compute(part, lambda: _fraction(weight, group))
     expected = of_whole()
     if not any(map(_largest, expected)):
         raise ConfigurationError(
@@ -212,16 +200,16 @@ def _compare(
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
-    name, most = max(zip(parameters, differing, strict=True), key=operator.itemgetter(1))
+    name, most = max(zip(_trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
     text = (
         f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    raise MismatchError(broadcast_object(text + _remedy(computation.module, adds_up), _DOING, group))
+    raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
 
 
-def _trainable(copies: Sequence[Any]) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in copies[0].named_parameters() if parameter.requires_grad}
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
@@ -232,13 +220,13 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
     """
     if is_strict:
         return compute()
-    found = None
+    found = failure = None
     try:
         found = compute()
     except Exception as error:  # also if memory does not suffice
-        _log.debug("The gradient of the first batch cannot be compared. %s: %s", type(error).__name__, error)
+        failure = error
     if any_rank(found is None, _DOING, group):
-        raise ConfigurationError("The gradient of the first batch is not compared: a rank cannot compute it.")
+        raise ConfigurationError(f"the gradient cannot be computed during training ({failure!r} on this rank).")
     return found
 
 
@@ -317,21 +305,26 @@ def _random_states_kept(module: nn.Module) -> Iterator[None]:
         set_global_state(state)
 
 
-@contextmanager
-def _prepared(computation: Computation, is_strict: bool) -> Iterator[list[Any]]:
-    """Yield copies of what a computation changes. Restore random states on exit.
+def _copies(computation: Computation, stack: ExitStack, is_strict: bool) -> list[Any]:
+    """Return copies of what a computation changes, without dropout and, unless strict, BatchNorm by each rank's part.
 
-    Dropout is off in them, and BatchNorm by each rank's part, unless strict.
+    They live until ``stack`` is closed.
     """
-    with copied(computation.parts, computation.instead) as copies:
-        synchronize_copy(computation.module, copies[0])
-        for layer in copies[0].modules():
-            if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
-                layer.training = False
-            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-                layer.dropout = 0.0
-        with _random_states_kept(computation.module), torch.enable_grad():
-            yield copies
+    try:
+        copies = stack.enter_context(copied(computation.parts, computation.instead))
+    except Exception as error:
+        names = " or ".join(type(part).__name__ for part in computation.parts)
+        raise ConfigurationError(
+            f'verify="first_batch" computes copies, but copy.deepcopy cannot copy {names} '
+            f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
+        ) from error
+    synchronize_copy(computation.parts[0], copies[0])
+    for layer in copies[0].modules():
+        if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
+            layer.training = False
+        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+            layer.dropout = 0.0
+    return copies
 
 
 def _normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:

@@ -50,8 +50,8 @@ def verify_first_batch(
         _attach(copies[0], silent)
         return _loss(copies[0].training_step(batch, *arguments))
 
-    instead = {id(trainer): silent} | {id(each): each for each in (trainer.strategy, trainer.datamodule)}
-    instead |= {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
+    instead = {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
+    instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
     with trainer.precision_plugin.train_step_context():
         check_first_batch(verify, Computation([module], loss_of, instead), load)
 
