@@ -28,6 +28,7 @@ PRIVATE = (
     "torch:_C._current_autograd_node",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
+    "torch:_lazy_clone",
     "torch:Tensor._post_accumulate_grad_hooks",
     "torch:UntypedStorage._cdata",
     "torch:UntypedStorage._new_shared_fd_cpu",
@@ -44,6 +45,8 @@ PRIVATE = (
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
+    "torch.nn:Module.register_forward_hook uses _forward_hooks",
+    "torch.nn:Module.register_forward_pre_hook uses _forward_pre_hooks",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
     "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
@@ -121,6 +124,11 @@ def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
     return storage, storage._share_fd_cpu_()[0]
 
 
+def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares its memory until either is written. RuntimeError: the memory is not torch's own."""
+    return torch._lazy_clone(tensor)
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to the target at the same list position, in one call."""
     torch._foreach_copy_(targets, sources)
@@ -136,6 +144,11 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     scheduler's first step.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def forward_hooks(layer: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run in the layer's forward."""
+    return [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
 
 
 def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:

@@ -83,7 +83,7 @@ class BatchNormSynchronizer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._made: dict[type, type] = {}
-        self._layers: dict[BatchNorm, str] = {}
+        self._layers: weakref.WeakKeyDictionary[BatchNorm, str] = weakref.WeakKeyDictionary()  # copies may end before
         if get_world_size(process_group) == 1:
             return
         layers = _find_layers(module)
@@ -149,7 +149,7 @@ class SynchronizedLayer:
 
     is_synchronized = True
     original: type
-    names: dict[Any, str]  # like all these, on the class: the layer itself gets no attributes
+    names: weakref.WeakKeyDictionary[Any, str]  # like all these, on the class: the layer itself gets no attributes
     statistics: BatchStatistics
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -172,6 +172,14 @@ class SynchronizedLayer:
         reduced: Any = super().__reduce_ex__(1)  # from 2 on, pickle requires the object's class
         function, arguments, *rest = reduced
         return function, tuple(self.original if entry is type(self) else entry for entry in arguments), *rest
+
+
+def synchronize_copy(module: torch.nn.Module, copied: torch.nn.Module) -> None:
+    """Let the BatchNorm layers of a module's copy normalize as those of the module do now. Local."""
+    for layer, other in zip(module.modules(), copied.modules(), strict=True):
+        if isinstance(layer, SynchronizedLayer):
+            layer.names[other] = layer.names[layer]
+            other.__class__ = type(layer)
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ So every rank computes both its part of the batch and the whole batch, and rank 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,17 +22,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
+from ddp_callbacks.batch_norm import synchronize_copy
 from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_object
+from ddp_callbacks.copies import copied, shares_state
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.module_state import remember_module
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.weighing import silence
 
 Verify = Literal["warn", "first_batch"]
-Loss = Callable[[Any], torch.Tensor]
-"""The loss of a batch, as the script computes it: a scalar."""
 
 Weight = Callable[[], tuple[float, float | None]]
 """The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
@@ -38,6 +39,22 @@ Weight = Callable[[], tuple[float, float | None]]
 _DOING = "the comparison of a batch's gradients"
 _COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
 _TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
+_log = logging.getLogger("ddp_callbacks")
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A loss, and the objects that computing it may change. A comparison computes it on copies of them.
+
+    Attributes:
+        parts: The module whose gradients are compared, and other objects, such as a loss function.
+        loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
+        instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
+    """
+
+    parts: Sequence[Any]
+    loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
+    instead: Mapping[int, Any] = field(default_factory=dict)
 
 
 def check_verify(verify: str | None, sync: object) -> None:
@@ -66,7 +83,7 @@ def is_to_verify(verify: str | None, sync: object, *settings: object) -> bool:
 
 def verify_gradient(
     module: nn.Module,
-    loss_of: Loss,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor],
     whole: Any,
     part: Any,
     weight: Weight,
@@ -74,14 +91,15 @@ def verify_gradient(
 ) -> None:
     """Raise unless the ranks' weighted gradients add up to the gradient of the whole batch. A collective.
 
-    Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``. If the gradients differ, it
-    computes ``whole`` once more, to see whether the model draws random numbers. Dropout layers are off meanwhile. This
-    restores buffers, the layers' plain attributes and the global random states; other side effects of ``loss_of``
-    remain. With a single process it does nothing.
+    Each rank computes ``part`` and ``whole``, each on a copy of ``module``, in which dropout layers are off. If the
+    gradients differ, it computes ``whole`` once more, to see whether the model draws random numbers. The module and the
+    global random states do not change. What ``loss_of`` changes elsewhere stays changed. With a single process it does
+    nothing.
 
     Args:
-        module: The gradients of its trainable parameters are compared, on rank 0.
-        loss_of: Called with ``part`` and with ``whole``; must not call ``backward``.
+        module: The gradients of its trainable parameters are compared, on rank 0. ``copy.deepcopy`` must accept it.
+        loss_of: Returns the loss, a scalar. Called with a copy of ``module``, which it must use, and with ``part`` or
+            ``whole``; must not call ``backward``.
         whole: The whole batch, the same on every rank.
         part: This rank's part of ``whole``; rank 0 must have samples. Parts of equal size would hide a wrong weight.
         weight: Called after the loss of ``part`` is computed.
@@ -89,77 +107,89 @@ def verify_gradient(
 
     Raises:
         MismatchError: On every rank alike; names the parameter that differs most and a remedy.
-        ConfigurationError: On every rank alike: the gradients are not finite on one process either, or the model draws
-            random numbers outside dropout layers, so that two computations of one batch differ.
+        ConfigurationError: On every rank alike: the module cannot be copied; the loss does not depend on the copy; the
+            gradients are not finite on one process either, or the model draws random numbers outside dropout layers, so
+            that two computations of one batch differ.
         PeerError: Another rank failed or died.
     """
-    if get_world_size(process_group) > 1:
-        _compare(module, loss_of, whole, part, weight, process_group, is_strict=True)
+    computation = Computation([module], lambda copies, batch: loss_of(copies[0], batch))
+    check_first_batch("first_batch", computation, lambda: (whole, part, weight), process_group)
 
 
 def check_first_batch(
     verify: Verify,
-    module: nn.Module,
-    loss_of: Loss,
+    computation: Computation,
     load: Callable[[], tuple[Any, Any, Weight]],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Like :func:`verify_gradient`; with ``"warn"`` it only warns, if it can compare at all. A collective.
 
     For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
-    ends without a warning if a rank cannot load or compute its part or the whole batch, which may need more memory than
-    a step. It does not begin for a compiled model, or with BatchNorm layers without running statistics.
+    ends without a warning if a rank cannot copy the module, or cannot load or compute its part or the whole batch,
+    which may need more memory than a step. It does not begin for a compiled model, with BatchNorm layers without
+    running statistics, or if a copy would share state with the original. A message at level ``DEBUG`` says why.
 
     Args:
         load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.
     """
     is_strict = verify == "first_batch"
-    if get_world_size(process_group) == 1 or not (is_strict or _is_comparable(module)):
+    if get_world_size(process_group) == 1:
         return
     try:
-        with _random_states_kept(module):
+        if not is_strict:
+            _attempt(process_group, is_strict, lambda: _check_comparable(computation.parts))
+        with _random_states_kept(computation.parts[0]), torch.enable_grad():
             whole, part, weight = _attempt(process_group, is_strict, load)
-            _compare(module, loss_of, whole, part, weight, process_group, is_strict)
+            _compare(computation, whole, part, weight, process_group, is_strict)
     except MismatchError as error:
         if is_strict:
             raise
         if get_rank(process_group) == 0:
             hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
             warnings.warn(f"{error} ({hint})", stacklevel=2)
-    except ConfigurationError:
+    except ConfigurationError as error:
         if is_strict:
             raise
+        _log.debug("The first batch is not compared: %s", error)
 
 
-def _is_comparable(module: nn.Module) -> bool:
-    """Whether a comparison is useful for this model, and leaves no trace: torch compiles code for each batch size."""
-    layers = list(module.modules())
+def _check_comparable(parts: Sequence[Any]) -> bool:
+    """Raise unless a comparison is useful for this model, and leaves no trace: torch compiles code for each size."""
+    layers = list(parts[0].modules())
     is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
-    return not (is_compiled or any(_normalizes_by_part(layer, always=True) for layer in layers))
+    if is_compiled or any(_normalizes_by_part(layer, always=True) for layer in layers) or any(map(shares_state, parts)):
+        raise ConfigurationError("the model is compiled, or it has BatchNorm without running statistics, or closures.")
+    return True
 
 
 def _compare(
-    module: nn.Module,
-    loss_of: Loss,
+    computation: Computation,
     whole: Any,
     part: Any,
     weight: Weight,
     group: dist.ProcessGroup | None,
     is_strict: bool,
 ) -> None:
-    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     attempt, shared = functools.partial(_attempt, group, is_strict), SharedRandomState(group=group)
-    with _without_trace(module, is_strict):
-        loss = attempt(lambda: loss_of(part))
-        fraction = _fraction(weight, group)
-        own = attempt(lambda: _weighed_gradients(loss, fraction, parameters))
+
+    def compute(batch: Any, fraction_of: Callable[[], float]) -> tuple[float, list[torch.Tensor]]:
+        with ExitStack() as stack:
+            copies = attempt(lambda: _copies(computation, stack, is_strict))
+            loss = attempt(lambda: computation.loss_of(copies, batch))
+            fraction = fraction_of()
+            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, _trainable(copies[0])))
 
     def of_whole() -> list[torch.Tensor]:
-        with _without_trace(module, is_strict), shared.drawing():
-            found: list[torch.Tensor] = attempt(lambda: _gradients(loss_of(whole), parameters))
-        return found
+        with shared.drawing():
+            return compute(whole, lambda: 1.0)[1]
 
+    fraction, own = compute(part, lambda: _fraction(weight, group))
     expected = of_whole()
+    if not any(map(_largest, expected)):
+        raise ConfigurationError(
+            "the gradients of the first batch cannot be compared: its loss depends on no parameter of the copy of the "
+            "module that computes it. Use the module that is given, and none that is global."
+        )
     found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
     differing = broadcast_object(found, _DOING, group)
     if not differing:
@@ -170,12 +200,16 @@ def _compare(
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
-    name, most = max(zip(parameters, differing, strict=True), key=operator.itemgetter(1))
+    name, most = max(zip(_trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
     text = (
         f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    raise MismatchError(broadcast_object(text + _remedy(module, adds_up), _DOING, group))
+    raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
@@ -186,15 +220,17 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
     """
     if is_strict:
         return compute()
-    found = None
-    with suppress(Exception):  # also if memory does not suffice
+    found = failure = None
+    try:
         found = compute()
+    except Exception as error:  # also if memory does not suffice
+        failure = error
     if any_rank(found is None, _DOING, group):
-        raise ConfigurationError("the gradient of the first batch cannot be computed during training.")
+        raise ConfigurationError(f"the gradient cannot be computed during training ({failure!r} on this rank).")
     return found
 
 
-def _differences(found: list[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:
+def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:
     """Return the largest difference in each gradient; an empty list if rounding can explain all of them.
 
     Args:
@@ -243,9 +279,9 @@ def _weighed_gradients(loss: torch.Tensor, fraction: float, parameters: dict[str
     return gradients if fraction or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]
 
 
-def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the sums of the gradients times ``factor`` over the ranks. A collective."""
-    return [all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients]
+def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
+    """Yield the sums of the gradients times ``factor`` over the ranks, one at a time to save memory. A collective."""
+    return (all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients)
 
 
 def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
@@ -269,20 +305,26 @@ def _random_states_kept(module: nn.Module) -> Iterator[None]:
         set_global_state(state)
 
 
-@contextmanager
-def _without_trace(module: nn.Module, is_strict: bool) -> Iterator[None]:
-    """Turn off dropout inside and, unless strict, BatchNorm by each rank's part. Restore everything on exit."""
-    restore = remember_module(module)
-    for layer in module.modules():
+def _copies(computation: Computation, stack: ExitStack, is_strict: bool) -> list[Any]:
+    """Return copies of what a computation changes, without dropout and, unless strict, BatchNorm by each rank's part.
+
+    They live until ``stack`` is closed.
+    """
+    try:
+        copies = stack.enter_context(copied(computation.parts, computation.instead))
+    except Exception as error:
+        names = " or ".join(type(part).__name__ for part in computation.parts)
+        raise ConfigurationError(
+            f'verify="first_batch" computes copies, but copy.deepcopy cannot copy {names} '
+            f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
+        ) from error
+    synchronize_copy(computation.parts[0], copies[0])
+    for layer in copies[0].modules():
         if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
             layer.training = False
         if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
             layer.dropout = 0.0
-    try:
-        with _random_states_kept(module), torch.enable_grad():
-            yield
-    finally:
-        restore()
+    return copies
 
 
 def _normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:

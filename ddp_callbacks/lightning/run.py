@@ -141,10 +141,8 @@ class Run:
                 which the ranks do not meet. Only with automatic optimization.
         """
         verify, self._verify = self._verify, None
-        if verify is not None:
-            undo = remember_padding(self._model, self.metrics)
+        if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
-            undo()
         output = step()
         if not self._is_automatic:
             return output

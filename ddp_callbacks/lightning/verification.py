@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.verification import Verify, check_first_batch
+from ddp_callbacks.lightning.metrics import metrics_of
+from ddp_callbacks.verification import Computation, Verify, check_first_batch
 
 
 def verify_first_batch(
@@ -23,7 +23,7 @@ def verify_first_batch(
 ) -> None:
     """Compare the gradient of the current batch with that of one process. A collective.
 
-    This calls ``training_step`` two or three times, with logging off.
+    This calls ``training_step`` two or three times, on copies of the module that log nothing.
 
     Args:
         verify: Whether a difference is an error or a warning.
@@ -36,7 +36,7 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module = trainer.lightning_module
+    module, silent = trainer.lightning_module, _silent(trainer)
 
     def load() -> tuple[Any, Any, Any]:
         if verify == "warn":
@@ -46,11 +46,14 @@ def verify_first_batch(
             whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
         return whole, part, lambda: batches.weigh(part, first.share)
 
-    def loss_of(batch: Any) -> torch.Tensor:
-        return _loss(module.training_step(batch, *arguments))
+    def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
+        _attach(copies[0], silent)
+        return _loss(copies[0].training_step(batch, *arguments))
 
-    with _muted(trainer, module), trainer.precision_plugin.train_step_context():
-        check_first_batch(verify, module, loss_of, load)
+    instead = {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
+    instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
+    with trainer.precision_plugin.train_step_context():
+        check_first_batch(verify, Computation([module], loss_of, instead), load)
 
 
 def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
@@ -90,16 +93,23 @@ def _loss(output: Any) -> torch.Tensor:
     return loss
 
 
-@contextmanager
-def _muted(trainer: Any, module: Any) -> Iterator[None]:
-    """Turn off ``self.log``, the loggers and the profiler inside."""
-    loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
-    trainer.loggers = [_parts.silent_logger(package) for _ in loggers]
-    trainer.profiler = _parts.silent_profiler(package)
-    with Replacements() as muted:
-        for name in ("log", "log_dict"):
-            muted.replace(module, name, lambda *_, **__: None)
-        try:
-            yield
-        finally:
-            trainer.loggers, trainer.profiler = loggers, profiler
+def _silent(trainer: Any) -> Any:
+    """Return a shallow copy of a Trainer, with loggers and a profiler that do nothing."""
+    silent, package = copy.copy(trainer), trainer.strategy.package
+    silent.loggers = [_parts.silent_logger(package) for _ in trainer.loggers]
+    silent.profiler = _parts.silent_profiler(package)
+    return silent
+
+
+def _attach(copied: Any, silent: Any) -> None:
+    """Give the copy of a module its Trainer. Turn off ``self.log``, and the exchanges of torchmetrics."""
+    copied.trainer = silent
+    for layer in copied.modules():
+        if hasattr(layer, "log_dict"):
+            layer.log = layer.log_dict = _ignore
+    for metric in metrics_of([copied]):
+        metric.distributed_available_fn = _ignore  # no process group
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from ddp_callbacks.torchbearer.base import (
     share_of,
     wrap_methods,
 )
-from ddp_callbacks.verification import Verify, check_first_batch, check_verify
+from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_verify
 
 SkipBatch = Literal["non_finite"]
 
@@ -55,9 +55,9 @@ class AllReduceGradients(DistributedCallback):
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
-        verify: Compare the gradient of each run's first batch with that of a single process. ``"first_batch"``: a
-            difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a difference of more than 1 % is a
-            warning, and what cannot be compared is left out.
+        verify: Compare the gradient of a Trial's first batch with that of a single process, on copies of its model and
+            criterion. ``"first_batch"``: a difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a
+            difference of more than 1 % is a warning, and what cannot be compared is left out.
         skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
             infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
             ``on_criterion``, which later callbacks don't get: there is no backward and no ``on_backward``, gradients
@@ -105,7 +105,6 @@ class AllReduceGradients(DistributedCallback):
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
         self._verify = verify
-        self._next_check: Verify | None = None  # the check of the next batch
         self._skip_batch = skip_batch
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
@@ -117,7 +116,6 @@ class AllReduceGradients(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self._next_check = self._verify if self.world_size > 1 else None
         self.on_end(state)  # an earlier run may have raised before its end
         if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             raise ConfigurationError(
@@ -135,9 +133,8 @@ class AllReduceGradients(DistributedCallback):
 
     def on_sample(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        if self._next_check is not None:
-            check, self._next_check = self._next_check, None
-            self._verify_batch(check, state)
+        if self._verify is not None and state[torchbearer.EPOCH] == state[torchbearer.BATCH] == 0:
+            self._verify_batch(self._verify, state)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
@@ -190,10 +187,9 @@ class AllReduceGradients(DistributedCallback):
 
     def local_state(self, state: State) -> dict[str, Any]:
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return {"engine": engine, "next_check": self._next_check, "skipped": self._skipped}
+        return {"engine": engine, "skipped": self._skipped}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        self._next_check = states.mine["next_check"]
         engines = states.of("engine").of_ranks
         if None not in engines:  # otherwise no training had begun
             self.on_start_training(state)
@@ -226,8 +222,8 @@ class AllReduceGradients(DistributedCallback):
     def _verify_batch(self, verify: Verify, state: State) -> None:
         """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
 
-        Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other
-        callbacks; see :func:`ddp_callbacks.verify_gradient`.
+        Each rank computes copies of model and criterion, without the Trial's other callbacks, on its part and on the
+        global batch; see :func:`ddp_callbacks.verify_gradient`.
         """
         scratch = torchbearer.State()
         scratch.update(state)
@@ -245,8 +241,13 @@ class AllReduceGradients(DistributedCallback):
             scratch[SHARE] = first.share
             return first.whole, first.part, lambda: self._loss_weight.of(scratch)
 
-        loss = functools.partial(loss_of, scratch)
-        check_first_batch(verify, state[torchbearer.MODEL], loss, load, self.process_group)
+        def compute(copies: Sequence[Any], batch: Any) -> torch.Tensor:
+            scratch[torchbearer.MODEL], scratch[torchbearer.CRITERION] = copies
+            return loss_of(scratch, batch)
+
+        trial = state[torchbearer.SELF]
+        parts = [state[torchbearer.MODEL], state[torchbearer.CRITERION]]
+        check_first_batch(verify, Computation(parts, compute, {id(trial): trial}), load, self.process_group)
 
 
 class AverageParameters(DistributedCallback):

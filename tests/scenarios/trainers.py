@@ -15,7 +15,7 @@ import pickle
 import random
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -867,6 +867,69 @@ def skipped_parameters(strategy: Any) -> Any:
 @scenario
 def several_forwards_in_a_step(strategy: Any) -> Any:
     return fit(strategy, Net(optimizer=lbfgs), loader(24, 12))
+
+
+class Annealer:
+    """A plain object that a module holds."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return min(1.0, self.calls / 6)
+
+
+class MovesATeacher(Net):
+    """A step moves the frozen parameters of a teacher, and changes all kinds of attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        self.anneal, self.steps = Annealer(), Counter[str]()
+        self.sizes: defaultdict[str, list[int]] = defaultdict(list)
+        self.order: OrderedDict[str, int] = OrderedDict()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+                if slow.dim() > 1:
+                    slow.mul_(0.8).add_(fast, alpha=0.2)
+                else:
+                    slow.data = 0.8 * slow.data + 0.2 * fast.data
+        self.steps["all"] += 1
+        self.sizes["of batches"].append(1)
+        self.order[f"{self.current_epoch}-{batch_idx}-{len(self.order)}"] = 1
+        noise = torch.randn(FEATURES, dtype=torch.float64, generator=self.generator)
+        return super().training_step(batch, batch_idx) + self.anneal() * F.mse_loss(
+            self(batch[0]), self.teacher(batch[0] + noise)
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = self.kept
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.anneal.calls, steps, sizes, order, state = checkpoint["kept"]
+        self.steps, self.order = Counter(steps), OrderedDict.fromkeys(order, 1)
+        self.sizes = defaultdict(list, {key: [*each] for key, each in sizes.items()})
+        self.generator.set_state(state)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), 0.3)
+
+    @property
+    def kept(self) -> Any:
+        sizes = {key: [*each] for key, each in self.sizes.items()}
+        return self.anneal.calls, dict(self.steps), sizes, [*self.order], self.generator.get_state()
+
+
+@scenario
+def a_teacher_and_counters_that_a_step_changes(strategy: Any) -> Any:
+    module, found = MovesATeacher(), []
+    for _ in range(2):
+        found.append(fit(strategy, module) | {"kept": module.kept})
+    return found
 
 
 class Silent(Net):

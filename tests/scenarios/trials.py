@@ -51,6 +51,7 @@ SCENARIOS: dict[str, Scenario] = {}
 EXACT: list[str] = []  # SGD without momentum, or the same steps on every rank: local windows of one step are exact
 APART: dict[str, Scenario] = {}  # depend on the number of ranks
 ROUNDED = ["epochs_added_later", "a_run_behind_evaluations"]  # cut in the second run: one unit in the last place
+NOT_CUT = ["criteria_that_count_their_calls"]  # Resume does not know attributes of a criterion
 NOT_MOVED = ["per_process"]  # refused in the middle of a pass, see test_resume_torchbearer.py
 FEATURES, CLASSES = 6, 10
 DEVICE = "cpu"  # tests/cuda sets another
@@ -120,7 +121,7 @@ def names(way: Way) -> list[str]:
     """The scenarios that this way applies to."""
     if dict(way.options).get("sync") == LocalSGD(1):
         return EXACT
-    left_out = NOT_MOVED if way.resumed_on not in (0, way.size) else []
+    left_out = [*(NOT_CUT if way.resumed_on else []), *(NOT_MOVED if way.resumed_on not in (0, way.size) else [])]
     return [name for name in (*SCENARIOS, *APART) if name not in left_out]
 
 
@@ -381,6 +382,61 @@ def a_validation_alone(extra: Extra) -> Any:
 def ours_behind_the_others_and_verifying(extra: Extra) -> Any:
     ours = sorted(extra(verify="first_batch"), key=lambda callback: isinstance(callback, DDPCallback))
     return train(trial(ours), DataLoader(data(30), 6, shuffle=True), DataLoader(data(13, 9), 5))
+
+
+class Annealed(nn.Module):
+    """A criterion with a memory, as a buffer and as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.calls += 1
+        weight = torch.clamp(self.steps / 20, max=1.0) + min(1.0, self.calls / 9)
+        return nn.functional.cross_entropy(prediction, target) + weight * prediction.square().mean()
+
+
+class AnnealedObject:
+    """One that is no module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(prediction, target) + min(1.0, self.calls / 9) * prediction.square().mean()
+
+
+class MovesATeacher(nn.Module):
+    """In each forward of training, as its buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.teacher = network(), network(2).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            with torch.no_grad():
+                for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+                    slow.mul_(0.8).add_(fast, alpha=0.2)
+        return self.layers(x) + min(1.0, int(self.calls) / 9) * self.teacher(x)
+
+
+@scenario
+def criteria_that_count_their_calls(extra: Extra) -> Any:
+    criteria = [Annealed(), AnnealedObject()]
+    found = [train(trial(extra(), criterion=each), DataLoader(data(30), 8)) for each in criteria]
+    return [*found, *(each.calls for each in criteria), criteria[0].steps]
+
+
+@scenario
+def a_model_that_moves_a_teacher(extra: Extra) -> Any:
+    return train(trial(extra(), MovesATeacher()), DataLoader(data(30), 8), DataLoader(data(13, 9), 5))
 
 
 @scenario

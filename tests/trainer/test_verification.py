@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
+import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +123,7 @@ def verify(
             return first.share.local, first.share.total
         return weight_of(first.part) if first.share.local else 0.0, None
 
-    return outcome(lambda: verify_gradient(model, functools.partial(loss, model), first.whole, first.part, weight))
+    return outcome(lambda: verify_gradient(model, loss, first.whole, first.part, weight))
 
 
 def with_unused_images() -> nn.Module:
@@ -166,6 +167,10 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
         "1 normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True",
     ),
     "at random": (lambda: verify(at_random), "The model is random"),
+    "another model than the copy": (
+        lambda: verify(lambda _, batch: cross_entropy(network(), batch)),
+        "its loss depends on no parameter of the copy",
+    ),
 }
 
 
@@ -183,7 +188,7 @@ def test_nothing_of_the_model_is_changed() -> None:
     model = network(nn.BatchNorm1d(6), nn.Dropout(0.5))
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     whole, part = samples()[:], samples()[dist.get_rank() :: 2]
-    outcome(lambda: verify_gradient(model, functools.partial(cross_entropy, model), whole, part, lambda: (1.0, None)))
+    outcome(lambda: verify_gradient(model, cross_entropy, whole, part, lambda: (1.0, None)))
     assert_equal(model.state_dict(), before, 0.0)
     assert [parameter.grad for parameter in model.parameters()] == [None] * 6
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -228,6 +233,24 @@ class Summed(Net):
         return loss
 
 
+class HoldsALock(KnownOnly):
+    """Which ``copy.deepcopy`` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Watched(KnownOnly):
+    """By a hook that closes over a list, which a copy of the module would fill, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        calls = self.calls
+        self.layers.register_forward_hook(lambda *_: calls.append(1))
+
+
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -255,6 +278,10 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
     "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layers.0 normalizes by each process's part"),
     "by hand": (lambda: run_trainer(ByHand()), "needs automatic optimization"),
+    "what cannot be copied": (
+        lambda: run_trainer(HoldsALock()),
+        "copy.deepcopy cannot copy HoldsALock (TypeError: cannot pickle '_thread.lock' object)",
+    ),
     "two loaders": (
         lambda: run_trainer(None, [loader(29, 8), loader(29, 8)]),
         "needs one loader, divided among the processes",
@@ -322,6 +349,8 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "loaded by workers": (lambda: trainer_tells(KnownOnly(), loader(24, 8, num_workers=1)), TELLS),
     "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
     "by hand": (lambda: trainer_tells(ByHand()), ""),
+    "what cannot be copied": (lambda: trainer_tells(HoldsALock()), ""),
+    "watched by a hook": (lambda: trainer_tells(Watched()), ""),
     "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
     "a Trial with a loss of its own": (lambda: trial_tells(mean_of_known), TELLS),
     "a Trial with weight": (lambda: trial_tells(mean_of_known, weight=of_known), ""),
@@ -332,6 +361,22 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "a Trial with a closure": (lambda: told(lambda: trial(mean_of_known).with_closure(mean_by_hand).run(2)), ""),
 }
+
+
+@WORLD.on(TWO)
+def test_the_log_says_why_a_default_comparison_is_left_out() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ddp_callbacks")
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        trainer_tells(HoldsALock())
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert any("The first batch is not compared" in each and "_thread.lock" in each for each in records), records
 
 
 @WORLD
@@ -350,20 +395,33 @@ def test_an_inexact_loss_never_passes_silently(name: str) -> None:
             assert found == "", found
 
 
+class Inner(Net):
+    """Logs by itself, as part of another module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log("inner", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().forward(x)
+
+
 class Traced(LogsAll):
-    """Keeps what its steps have done in attributes, and logs by hand."""
+    """Keeps what its steps have done in attributes and in the Trainer, and logs by hand."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps, self.losses, self.seen = 0, [], {"rows": []}
         self.average = torch.zeros(FEATURES, dtype=torch.float64)
-        self.drop = nn.Dropout(0.3)
+        self.drop, self.inner = nn.Dropout(0.3), Inner()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
         self.average.mul_(0.9).add_(batch[0].mean(0))
         self.seen["rows"].append(len(batch[0]))
+        self.trainer.seen = getattr(self.trainer, "seen", 0) + 1  # type: ignore[attr-defined]
+        for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            slow.data.mul_(0.8).add_(fast.data, alpha=0.2)
         loss = super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
+        loss = loss + F.mse_loss(self.inner(batch[0]), self.teacher(batch[0]))
         self.losses.append(loss.detach())
         self.logger.log_metrics({"by hand": float(loss.detach())}, self.steps)
         return loss
@@ -374,7 +432,8 @@ def test_the_comparison_leaves_no_trace() -> None:
     def run(**options: Any) -> Any:
         module = Traced()
         found = fit(CallbackStrategy(**options), module, loader(29, 8, shuffle=True))
-        return found, module.steps, module.losses, module.seen, module.average, torch.get_rng_state()
+        kept = module.steps, module.losses, module.seen, module.average
+        return found, *kept, module.trainer.seen, torch.get_rng_state()  # type: ignore[attr-defined]
 
     assert_equal(run(), run(verify=None), 0.0)
 

@@ -1,0 +1,67 @@
+"""Copy modules and loss functions, so that user code can run once more without leaving a trace in the originals."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_callbacks._torch import forward_hooks, lazy_copy
+
+_SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
+
+
+@contextmanager
+def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[Any]]:
+    """Yield a deep copy of modules and other objects, which may refer to each other. Local.
+
+    The copy's tensors take no memory until they are written. It shares process groups, loaders and data sets that are
+    attributes of a layer. Its layers have no gradient hooks of the originals' parameters.
+
+    Args:
+        parts: The objects; functions are not copied.
+        instead: By the ``id`` of an object that ``parts`` may refer to, what the copy has in its place.
+
+    Raises:
+        Exception: What ``copy.deepcopy`` raises for an object that cannot be copied.
+    """
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    attributes = [value for module in modules for layer in module.modules() for value in vars(layer).values()]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
+    shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
+    memo = {id(tensor): other for tensor, other in lazy.items()} | shared | dict(instead)
+    try:
+        yield copy.deepcopy(list(parts), memo)
+    finally:
+        for tensor, other in lazy.items():
+            other.data = other.data.new_empty(0)  # what still refers to the copy must not keep the memory
+            tensor.data_ptr()  # ends the laziness, without a copy, as nothing else refers to the memory
+
+
+def _lazy(tensor: Any) -> torch.Tensor | None:
+    """Return a copy that takes no memory until it is written; ``None`` if there is none of this kind of object."""
+    with contextlib.suppress(RuntimeError):  # memory that is not torch's own, such as a NumPy array's
+        if type(tensor) is nn.Parameter:
+            return nn.Parameter(lazy_copy(tensor.detach()), tensor.requires_grad)
+        if type(tensor) is torch.Tensor and not tensor.requires_grad:
+            return lazy_copy(tensor)
+    return None
+
+
+def shares_state(part: Any) -> bool:
+    """Whether a copy shares state with its original: what a function, or a function among a layer's hooks, closes over.
+
+    Functions are not copied.
+    """
+    layers = part.modules() if isinstance(part, nn.Module) else ()
+    hooks = [hook for layer in layers for hook in forward_hooks(layer)]
+    return any(isinstance(each, FunctionType) and each.__closure__ for each in (part, *hooks))
