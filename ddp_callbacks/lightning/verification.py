@@ -104,9 +104,7 @@ def _silent(trainer: Any) -> Any:
 def _attach(copied: Any, silent: Any) -> None:
     """Give the copy of a module its Trainer. Turn off ``self.log``, and the exchanges of torchmetrics."""
     copied.trainer = silent
-    for layer in copied.modules():
-        if hasattr(layer, "log_dict"):
-            layer.log = layer.log_dict = _ignore
+    copied.log = copied.log_dict = _ignore
     for metric in metrics_of([copied]):
         metric.distributed_available_fn = _ignore  # no process group
 

@@ -395,14 +395,6 @@ def test_an_inexact_loss_never_passes_silently(name: str) -> None:
             assert found == "", found
 
 
-class Inner(Net):
-    """Logs by itself, as part of another module."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.log("inner", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
-        return super().forward(x)
-
-
 class Traced(LogsAll):
     """Keeps what its steps have done in attributes and in the Trainer, and logs by hand."""
 
@@ -410,7 +402,7 @@ class Traced(LogsAll):
         super().__init__()
         self.steps, self.losses, self.seen = 0, [], {"rows": []}
         self.average = torch.zeros(FEATURES, dtype=torch.float64)
-        self.drop, self.inner = nn.Dropout(0.3), Inner()
+        self.drop = nn.Dropout(0.3)
         self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -421,10 +413,13 @@ class Traced(LogsAll):
         for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
             slow.data.mul_(0.8).add_(fast.data, alpha=0.2)
         loss = super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
-        loss = loss + F.mse_loss(self.inner(batch[0]), self.teacher(batch[0]))
+        loss = loss + F.mse_loss(self(batch[0]), self.teacher(batch[0]))
         self.losses.append(loss.detach())
         self.logger.log_metrics({"by hand": float(loss.detach())}, self.steps)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Not the norm of all gradients: the teacher has none."""
 
 
 @WORLD.on(TWO)
