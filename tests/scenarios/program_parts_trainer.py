@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
@@ -27,6 +28,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.retrieval import RetrievalMAP
 from trainers import CLASSES, FEATURES, GAN, Net, WeightedClasses, Within, counted
+
+from ddp_callbacks.errors import PeerError
 
 trainer_part = functools.partial(part, "trainer")
 BY_HAND = "accumulates clips schedule averages optimizer"
@@ -829,6 +832,15 @@ def tested_and_predicted(p: TrainerBuild) -> None:
     loaders = [DataLoader(p.data(11, 4), p.rng.randint(1, 4)), DataLoader(p.data(7, 3), p.rng.randint(2, 9))]
     p.after.append(lambda: p.trainer.test(p.module, loaders, verbose=False))
     p.after.append(lambda: p.trainer.predict(p.module, DataLoader(p.data(9, 4), p.rng.randint(1, 4))))
+
+
+@trainer_part()
+def behind_a_run_that_has_failed(p: TrainerBuild) -> None:
+    def fail() -> None:
+        with contextlib.suppress(ArithmeticError, PeerError):
+            trainers.fit(Within(p.strategy.way), trainers.Fails())
+
+    p.before.insert(0, fail)
 
 
 @trainer_part(without="limits")

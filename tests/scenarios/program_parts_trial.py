@@ -30,6 +30,8 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from torchbearer.metrics import EpochLambda, default_for_key, lambda_metric, mean, running_mean, std, to_dict, var
 from trials import CLASSES, EveryThird, Extra
 
+from ddp_callbacks.errors import PeerError
+
 trial_part = functools.partial(part, "trial")
 
 
@@ -474,6 +476,20 @@ def tested_and_predicted(p: TrialBuild) -> None:
     tests, rows = DataLoader(p.data(11, 4), p.rng.randint(1, 4)), DataLoader(TensorDataset(p.data(9, 3).tensors[0]), 2)
     p.after.append(lambda: p.trial.with_test_generator(tests).evaluate(data_key=torchbearer.TEST_DATA))
     p.after.append(lambda: p.trial.with_test_generator(rows).predict())
+
+
+@trial_part()
+def behind_a_run_that_has_failed(p: TrialBuild) -> None:
+    @torchbearer.callbacks.on_backward
+    def fail(state: Any) -> None:
+        raise ArithmeticError("on all processes")
+
+    def attempt() -> None:
+        made = trials.trial(Extra(p.extra.way)() if p.extra.way else [], callbacks=[fail])
+        with contextlib.suppress(ArithmeticError, PeerError):
+            trials.train(made, DataLoader(p.data(20), 6))
+
+    p.before.insert(0, attempt)
 
 
 @trial_part(without="steps endless_loader")

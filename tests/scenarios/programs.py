@@ -46,9 +46,10 @@ from program_parts_trial import TrialBuild
 from ways import Way
 
 from ddp_callbacks.errors import Preempted
+from ddp_callbacks.process_group.runs import begin_run
 
 RELATIVE = 1e-10
-LIMIT = 60.0  # seconds for one program
+LIMIT = 120.0  # seconds for one program
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -92,6 +93,16 @@ def draw(host: str, seed: int, forced: Sequence[str] = ()) -> Program:
             chosen.append(more)
     cut = rng.random() if rng.random() < 0.4 and all(each.can_be_cut for each in chosen) else None
     return Program(host, seed, tuple(each.name for each in chosen), cut)
+
+
+def each_alone(host: str) -> list[Program]:
+    """Programs of one part, whole, and cut."""
+    found = []
+    for number, (name, each) in enumerate(PARTS[host].items()):
+        found.append(Program(host, number, (name,)))
+        if each.can_be_cut:
+            found.append(Program(host, number, (name,), random.Random(name).random()))
+    return found
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------
@@ -200,8 +211,11 @@ def judge_all(programs: Sequence[Program], way: Way, folder: Path) -> None:
     for program in programs:
         dist.barrier(ends)
         faulthandler.dump_traceback_later(LIMIT, exit=True)
+        begun = time.monotonic()
         verdict = judge(program, way, folder / program.key)
+        if os.environ.get("TIMES"): print(f"{time.monotonic()-begun:.2f}", verdict[0], program, file=open(f"/tmp/programs/times-{rank}", "a"))
         (folder / program.key / f"verdict-{rank}").write_text(json.dumps(verdict))
+        begin_run()  # what has failed must not end the next one
     dist.barrier(ends)
     dist.destroy_process_group()
 
@@ -316,6 +330,8 @@ def report(programs: Sequence[Program], way: Way, chunk: int, folder: Path) -> N
         for program, verdict in found.items():
             if verdict[0] == "no program":
                 print(program, verdict[1].splitlines()[-1])
+    for p, v in failing.items(): print(p, v[0], v[1][-700:])
+    if os.environ.get("TIMES"): return
     folder.mkdir(parents=True, exist_ok=True)
     for program, verdict in shrink(failing, way).items():
         path = folder / f"{program.key}.py"
@@ -330,6 +346,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--resumed-on", type=int, default=3, help="0: none is cut")
     parser.add_argument("--hosts", nargs="*", default=["trainer", "trial"])
+    parser.add_argument("--each", action="store_true", help="each part alone")
     parser.add_argument("--parts", nargs="*", default=[], help="that each program has")
     parser.add_argument("--chunk", type=int, default=100, help="programs in a start of ranks")
     parser.add_argument("--scripts", type=Path, default=Path("failing-programs"))
@@ -337,8 +354,11 @@ def main() -> None:
     way = Way(chosen.size, resumed_on=chosen.resumed_on)
     hosts = itertools.cycle(chosen.hosts)
     seeds = (chosen.seed + index // len(chosen.hosts) for index in range(chosen.count))
+    programs = [draw(next(hosts), seed, chosen.parts) for seed in seeds]
+    if chosen.each:
+        programs = [each for host in chosen.hosts for each in each_alone(host)]
     with warm_server():
-        report([draw(next(hosts), seed, chosen.parts) for seed in seeds], way, chosen.chunk, chosen.scripts)
+        report(programs, way, chosen.chunk, chosen.scripts)
 
 
 if __name__ == "__main__":
