@@ -234,10 +234,14 @@ class Sized(Shuffled):
         return len(self.rows)
 
 
-@part(kind="train", each=("Stream", "Shuffled", "Sized"))
-def iterable(p: Build, name: str) -> None:
-    rows = {"Stream": Stream, "Shuffled": Shuffled, "Sized": Sized}[name](p.data(p.rng.randint(12, 26)))
-    p.train = DataLoader(rows, p.rng.randint(3, 7))
+@part("trainer", kind="train")
+def iterable_without_length(p: Build) -> None:
+    p.train = DataLoader((Shuffled if p.maybe() else Stream)(p.data(p.rng.randint(12, 26))), p.rng.randint(3, 7))
+
+
+@part(kind="train")
+def iterable(p: Build) -> None:
+    p.train = DataLoader(Sized(p.data(p.rng.randint(12, 26))), p.rng.randint(3, 7))
 
 
 @part(kind="train", each=("1", "2"))
@@ -250,7 +254,7 @@ def workers(p: Build, count: str) -> None:
 
 @part(kind="train")
 def iterable_with_other_workers_after_a_cut(p: Build) -> None:
-    p.train = DataLoader(Stream(p.data(20)), 3, num_workers=1 + p.goes_on)
+    p.train = DataLoader(Sized(p.data(20)), 3, num_workers=1 + p.goes_on)
     p.allowed.append("num_workers|worker")
 
 
@@ -266,7 +270,7 @@ def validation_shuffled(p: Build) -> None:
 
 @part(kind="validation")
 def validation_stream(p: Build) -> None:
-    p.validation = DataLoader(Stream(p.data(p.rng.randint(7, 17), 9)), p.rng.randint(2, 6))
+    p.validation = DataLoader(Sized(p.data(p.rng.randint(7, 17), 9)), p.rng.randint(2, 6))
 
 
 @part(kind="validation")

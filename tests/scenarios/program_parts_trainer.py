@@ -33,16 +33,15 @@ from ddp_callbacks.errors import PeerError
 
 trainer_part = functools.partial(part, "trainer")
 BY_HAND = "accumulates clips schedule averages optimizer"
+Module = Any
 
 
-class Module(Net):
-    """What the classes of the parts extend."""
-
-    seen: list[float]
+class Basis(Net):
+    """What the parts extend."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.seen = []
+        self.seen: list[float] = []
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
@@ -54,19 +53,19 @@ class Module(Net):
 class TrainerBuild(Build):
     """
     Attributes:
-        classes: Of the module, which extend :class:`Module`.
+        classes: Of the module, which extend :class:`Basis`.
         options: Of the Trainer.
     """
 
     def __init__(self, seed: int, strategy: Within) -> None:
         super().__init__(seed, trainers.data, strategy.has_resume and strategy.cut is None)
-        self.strategy, self.classes = strategy, list[type]()
+        self.strategy, self.classes = strategy, list[Any]()
         self.options: dict[str, Any] = {}
         self.optimizer: Any = None
         self.schedule: Any = None
 
     def run(self) -> Any:
-        kind = type("Program", (*reversed(self.classes), Module), {})
+        kind = type("Program", (*reversed(self.classes), Basis), {})
         self.module = kind(optimizer=self.optimizer, scheduler=self.schedule)
         self.trainer = self.new_trainer()
         return [call() for call in (*self.before, self.fit, *self.after)]
@@ -81,39 +80,73 @@ class TrainerBuild(Build):
         found = trainers.outcome(self.trainer, self.module)
         return found | {"optimizers": copy.deepcopy(states), "seen": [*self.module.seen]}
 
+    def extend(
+        self,
+        init: Callable[[Module], Any] | None = None,
+        step: Callable[[Module, Any, Any], Any] | None = None,
+        **hooks: Callable[..., Any],
+    ) -> None:
+        """Let the module also do this.
+
+        Args:
+            init: At the end of ``__init__``.
+            step: Gets the loss and the batch of a training step; what it returns is the loss.
+            hooks: By their names, or that of another method; they come behind what is there.
+        """
+        made: Any = type("Extended", (Basis,), {})
+
+        def __init__(module: Module, **options: Any) -> None:
+            super(made, module).__init__(**options)
+            init(module)  # type: ignore[misc]
+
+        def training_step(module: Module, batch: Any, batch_idx: int) -> Any:
+            loss = super(made, module).training_step(batch, batch_idx)
+            found = step(module, torch.zeros(()) if loss is None else loss, batch)  # type: ignore[misc]
+            return None if loss is None else found  # None: by hand
+
+        if init:
+            made.__init__ = __init__
+        if step:
+            made.training_step = training_step
+        for name, function in hooks.items():
+            setattr(made, name, _behind(made, name, function))
+        self.classes.append(made)
+
+
+def _behind(made: Any, name: str, function: Callable[..., Any]) -> Any:
+    def hook(module: Module, *args: Any) -> Any:
+        before = getattr(super(made, module), name)(*args)
+        found = function(module, *args)
+        return before if found is None else found
+
+    return hook
+
 
 # --- state that training steps leave behind ---------------------------------------------------------------------------
 
 
 @trainer_part(each=CONTAINERS)
 def keeps_calls_in(p: TrainerBuild, container: str) -> None:
-    class Keeps(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.kept = CONTAINERS[container]()
+    def start(module: Module, calls: int = 0) -> None:
+        module.kept = CONTAINERS[container]()
+        for _ in range(calls):
+            add(module.kept)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            add(self.kept)
-            return super().training_step(batch, batch_idx) * (1 + 0.1 * calls_in(self.kept))
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        add(module.kept)
+        return loss * (1 + 0.1 * calls_in(module.kept))
 
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["calls"] = calls_in(self.kept)
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.kept = CONTAINERS[container]()
-            for _ in range(checkpoint["calls"]):
-                add(self.kept)
-
-    if container in PLAIN:  # Resume keeps them by itself
-        del Keeps.on_save_checkpoint, Keeps.on_load_checkpoint
-    p.classes.append(Keeps)
+    saved = {
+        "on_save_checkpoint": lambda module, checkpoint: checkpoint.update(calls=calls_in(module.kept)),
+        "on_load_checkpoint": lambda module, checkpoint: start(module, checkpoint["calls"]),
+    }
+    p.extend(start, step, **({} if container in PLAIN else saved))  # Resume keeps plain ones by itself
 
 
 class Annealed:
     """A loss that is no module."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -132,242 +165,150 @@ class AnnealedModule(nn.Module):
 
 @trainer_part(can_be_cut=False)
 def loss_object(p: TrainerBuild) -> None:
-    _anneal(p, Annealed)
+    p.extend(lambda module: setattr(module, "anneal", Annealed()), lambda module, loss, batch: module.anneal(loss))
 
 
 @trainer_part()
 def loss_module(p: TrainerBuild) -> None:
-    _anneal(p, AnnealedModule)
-
-
-def _anneal(p: TrainerBuild, make: Callable[[], Any]) -> None:
-    class Anneals(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.anneal = make()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.anneal(super().training_step(batch, batch_idx))
-
-    p.classes.append(Anneals)
+    p.extend(lambda module: setattr(module, "anneal", AnnealedModule()), lambda module, loss, batch: module.anneal(loss))
 
 
 @trainer_part(each=("training_step", "on_train_batch_end", "on_before_zero_grad"))
 def teacher_moved_in(p: TrainerBuild, hook: str) -> None:
-    class Student(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+    @torch.no_grad()
+    def move(module: Module, *_: Any) -> None:
+        for old, new in zip(module.teacher.parameters(), module.layers.parameters(), strict=True):
+            old.mul_(0.8).add_(new, alpha=0.2)
 
-        @torch.no_grad()
-        def move(self) -> None:
-            for old, new in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
-                old.mul_(0.8).add_(new, alpha=0.2)
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        if hook == "training_step":
+            move(module)
+        return loss + F.mse_loss(module(batch[0]), module.teacher(batch[0]))
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if hook == "training_step":
-                self.move()
-            return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]), self.teacher(batch[0]))
+    def start(module: Module) -> None:
+        module.teacher = copy.deepcopy(module.layers).requires_grad_(False)
 
-    def moves(self: Any, *args: Any) -> None:
-        getattr(super(Student, self), hook)(*args)
-        self.move()
-
-    if hook != "training_step":
-        setattr(Student, hook, moves)
-    p.classes.append(Student)
-
-
-@trainer_part()
-def buffer_counts(p: TrainerBuild) -> None:
-    class Buffer(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.steps += 1
-            return super().training_step(batch, batch_idx) / (1 + 0.1 * self.steps)
-
-    p.classes.append(Buffer)
+    p.extend(start, step, **({} if hook == "training_step" else {hook: move}))
 
 
 @trainer_part()
 def buffer_with_the_shape_of_the_batch(p: TrainerBuild) -> None:
-    """Grows as caches of masks do."""
+    """It grows, as caches of masks do."""
 
-    class Cache(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.register_buffer("mask", torch.ones(0, 1, dtype=torch.float64), persistent=False)
+    def forward(module: Module, x: torch.Tensor) -> torch.Tensor:
+        if len(module.mask) < len(x):
+            module.mask = torch.full((len(x), 1), 0.9, dtype=torch.float64)
+        return Net.forward(module, x * module.mask[: len(x)])
 
-        def loss(self, batch: Any) -> torch.Tensor:
-            if len(self.mask) < len(batch[0]):
-                self.mask = torch.full((len(batch[0]), 1), 0.9, dtype=torch.float64)
-            return super().loss((batch[0] * self.mask[: len(batch[0])], batch[1]))
-
-    p.classes.append(Cache)
+    p.extend(lambda module: module.register_buffer("mask", torch.ones(0, 1), persistent=False), forward=forward)
 
 
 @trainer_part()
 def buffer_that_follows_the_data(p: TrainerBuild) -> None:
-    class Codebook(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.register_buffer("codebook", torch.zeros(FEATURES, dtype=torch.float64))
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        module.codebook.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
+        return loss + F.mse_loss(module(batch[0]), module(0.0 * batch[0] + module.codebook))
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.codebook.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
-            return super().training_step((batch[0] - 0.1 * self.codebook, batch[1]), batch_idx)
-
-    p.classes.append(Codebook)
+    p.extend(lambda module: module.register_buffer("codebook", torch.zeros(FEATURES, dtype=torch.float64)), step)
     p.allowed.append("codebook")
 
 
 @trainer_part(without="validation_of_single_samples")
 def batchnorm(p: TrainerBuild) -> None:
-    class Normalized(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.layers.insert(1, nn.BatchNorm1d(8).double())
-
-    p.classes.insert(0, Normalized)
+    p.extend(lambda module: module.layers.insert(1, nn.BatchNorm1d(8).double()))
+    p.classes.insert(0, p.classes.pop())
     p.options["sync_batchnorm"] = True
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
-REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
-}
+REDUCED = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
+
+
+def in_steps(p: TrainerBuild, stage: str, note: Callable[[Module, Any], None]) -> None:
+    """Call ``note`` in each training or validation step."""
+
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        note(module, batch)
+        return loss
+
+    def validate(module: Module, batch: Any, *_: Any) -> None:
+        note(module, batch)
+
+    p.extend(None, step) if stage == "training" else p.extend(validation_step=validate)
+
+
+STAGES = ("training", "validation")
 
 
 @trainer_part(each=REDUCED, without="weighed")
 def logs(p: TrainerBuild, reduction: str) -> None:
     options = {"reduce_fx": reduction, "on_epoch": True, "on_step": p.maybe(), "sync_dist": p.maybe(0.3)}
-    every, trains = p.rng.randint(1, 2), p.maybe(0.6)
 
-    class Logs(Module):
-        def note(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx % every == every - 1:
-                each = F.cross_entropy(self(batch[0]), batch[1], reduction="none").detach()
-                self.log(f"the_{reduction}", REDUCED[reduction](each), **options)
+    def note(module: Module, batch: Any) -> None:
+        each = F.cross_entropy(module(batch[0]), batch[1], reduction="none").detach()
+        module.log(f"the_{reduction}", REDUCED[reduction](each), **options)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if trains:
-                self.note(batch, batch_idx)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx, dataloader_idx)
-            if not trains:
-                self.note(batch, batch_idx)
-
-    p.classes.append(Logs)
+    in_steps(p, p.rng.choice(STAGES), note)
 
 
-@trainer_part(without="weighed", each=("training", "validation"))
+@trainer_part(without="weighed", each=STAGES)
 def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
     on_step = p.maybe()
 
-    class Positives(Module):
-        def note(self, batch: Any) -> None:
-            chosen = (batch[1] == 2) & (batch[0][:, 0] > 0.3)
-            if chosen.any():
-                loss = F.cross_entropy(self(batch[0][chosen]), batch[1][chosen]).detach()
-                self.log("positives", loss, batch_size=int(chosen.sum()), on_step=on_step, on_epoch=True)
+    def note(module: Module, batch: Any) -> None:
+        chosen = (batch[1] == 2) & (batch[0][:, 0] > 0.3)
+        if chosen.any():
+            loss = F.cross_entropy(module(batch[0][chosen]), batch[1][chosen]).detach()
+            module.log("class", loss, batch_size=int(chosen.sum()), on_step=on_step, on_epoch=True)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if stage == "training":
-                self.note(batch)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx, dataloader_idx)
-            if stage == "validation":
-                self.note(batch)
-
-    p.classes.append(Positives)
+    in_steps(p, stage, note)
 
 
-@trainer_part()
-def logs_a_masked_mean(p: TrainerBuild) -> None:
-    class Masked(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            mask = (batch[1] != 0).double()
-            value, count = batch[0][:, 1] * mask, int(mask.sum())
-            self.log("masked", value.sum() / max(1, count), batch_size=count, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+@trainer_part(each=STAGES)
+def logs_a_masked_mean(p: TrainerBuild, stage: str) -> None:
+    def note(module: Module, batch: Any) -> None:
+        mask = (batch[1] != 0).double()
+        value, count = (batch[0][:, 1] * mask).sum(), int(mask.sum())
+        module.log("masked", value / max(1, count), batch_size=count, on_step=False, on_epoch=True)
 
-    p.classes.append(Masked)
+    in_steps(p, stage, note)
 
 
-@trainer_part(without="batches_smaller_than_the_world", can_be_cut=False)
+@trainer_part(without="train", can_be_cut=False)
 def logs_with_a_constant_batch_size(p: TrainerBuild) -> None:
-    class Constant(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.log("constant", batch[0].mean(), batch_size=3, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    p.classes.append(Constant)
+    in_steps(p, "training", lambda module, batch: module.log("constant", batch[0].mean(), batch_size=3, on_epoch=True))
 
 
 @trainer_part(without="by_hand")
 def logs_in_hooks(p: TrainerBuild) -> None:
-    class Hooks(Module):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log("norm", torch.stack([q.grad.norm() for q in self.parameters() if q.grad is not None]).norm())
+    def norm(module: Module, optimizer: Any) -> None:
+        module.log("norm", torch.stack([q.grad.norm() for q in module.parameters() if q.grad is not None]).norm())
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_end(outputs, batch, batch_idx)
-            self.log("behind", outputs["loss"].detach(), on_step=True, on_epoch=True)
+    def behind(module: Module, outputs: Any, *_: Any) -> None:
+        module.log("behind", outputs["loss"].detach(), on_step=True, on_epoch=True)
 
-        def on_train_epoch_end(self) -> None:
-            super().on_train_epoch_end()
-            self.log("epoch_end", self.trainer.callback_metrics["loss_epoch"] * 2)
+    def end(module: Module) -> None:
+        module.log("end", module.trainer.callback_metrics["loss_epoch"] * 2)
 
-    p.classes.append(Hooks)
+    p.extend(on_before_optimizer_step=norm, on_train_batch_end=behind, on_train_epoch_end=end)
 
 
 @trainer_part()
 def logs_at_the_start_of_validation_batches(p: TrainerBuild) -> None:
-    class Starts(Module):
-        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("samples", float(len(batch[1])), reduce_fx="sum", on_step=False, on_epoch=True)
+    def note(module: Module, batch: Any, *_: Any) -> None:
+        module.log("samples", float(len(batch[1])), reduce_fx="sum", on_step=False, on_epoch=True)
 
-    p.classes.append(Starts)
+    p.extend(on_validation_batch_start=note)
 
 
 @trainer_part(each=("on_validation_end", "on_train_epoch_end", "on_validation_epoch_end"))
 def reads_in(p: TrainerBuild, hook: str) -> None:
-    class Reads(Module):
-        pass
+    def read(module: Module) -> None:
+        values = module.trainer.callback_metrics
+        module.seen += [float(values[key]) for key in sorted(values) if not module.trainer.sanity_checking]
 
-    def read(self: Any) -> None:
-        getattr(super(Reads, self), hook)()
-        values = self.trainer.callback_metrics
-        self.seen += [float(values[key]) for key in sorted(values) if not self.trainer.sanity_checking]
-
-    setattr(Reads, hook, read)
-    p.classes.append(Reads)
-
-
-Update = Callable[[Any, torch.Tensor, torch.Tensor], None]
-
-
-def _by_logits(metric: Any, logits: torch.Tensor, y: torch.Tensor) -> None:
-    metric.update(logits.softmax(1), y)
-
-
-def _by_values(metric: Any, logits: torch.Tensor, y: torch.Tensor) -> None:
-    metric.update(logits.detach()[:, 0])
-
-
-def _by_queries(metric: Any, logits: torch.Tensor, y: torch.Tensor) -> None:
-    metric.update(logits.detach()[:, 1].sigmoid(), y == 1, indexes=y * 0)
+    p.extend(None, None, **{hook: read})
 
 
 class Own(torchmetrics.Metric):
@@ -376,116 +317,86 @@ class Own(torchmetrics.Metric):
     def __init__(self, reduction: Any) -> None:
         super().__init__()
         is_list = reduction in ("cat", None)
-        self.add_state("kept", [] if is_list else torch.zeros((), dtype=torch.float64), dist_reduce_fx=reduction)
-        self.reduction = reduction
+        self.add_state("kept", [] if is_list else torch.zeros(1, dtype=torch.float64), dist_reduce_fx=reduction)
+        self.join = torch.amax if reduction == "max" else torch.sum
 
     def update(self, values: torch.Tensor) -> None:
         if isinstance(self.kept, list):
             self.kept.append(values)
         else:
-            more = {"max": torch.max, "min": torch.min}.get(self.reduction, torch.sum)(values)
-            parts = torch.stack([self.kept, more])
-            self.kept = {"max": torch.max, "min": torch.min}.get(self.reduction, torch.sum)(parts)
+            self.kept = self.join(torch.cat([self.kept, values]), 0, keepdim=True)
 
     def compute(self) -> torch.Tensor:
-        kept = self.kept if isinstance(self.kept, torch.Tensor) else torch.cat(list(self.kept))
-        return kept.square().sum()
-
-
-def _multiclass(kind: Any, **options: Any) -> Any:
-    return kind("multiclass", num_classes=CLASSES, **options)
+        return (self.kept if isinstance(self.kept, torch.Tensor) else torch.cat(list(self.kept))).square().sum()
 
 
 def _summed(states: torch.Tensor) -> torch.Tensor:
     return states.sum(0)
 
 
-METRICS: dict[str, tuple[Callable[[], Any], Update]] = {
-    "mean": (torchmetrics.MeanMetric, _by_values),
-    "sum": (torchmetrics.SumMetric, _by_values),
-    "max": (torchmetrics.MaxMetric, _by_values),
-    "min": (torchmetrics.MinMetric, _by_values),
-    "cat": (torchmetrics.CatMetric, _by_values),
-    "own_none": (lambda: Own(None), _by_values),
-    "own_cat": (lambda: Own("cat"), _by_values),
-    "own_max": (lambda: Own("max"), _by_values),
-    "own_function": (lambda: Own(_summed), _by_values),
-    "retrieval": (lambda: RetrievalMAP(empty_target_action="skip"), _by_queries),
-    "accuracy": (lambda: _multiclass(torchmetrics.Accuracy), _by_logits),
-    "f1": (lambda: _multiclass(torchmetrics.F1Score, average="macro"), _by_logits),
-    "auroc": (lambda: _multiclass(torchmetrics.AUROC), _by_logits),
-    "confusion": (lambda: _multiclass(torchmetrics.ConfusionMatrix), _by_logits),
-    "collection": (
-        lambda: torchmetrics.MetricCollection(
-            [_multiclass(torchmetrics.Recall), _multiclass(torchmetrics.Precision), _multiclass(torchmetrics.AUROC)]
-        ),
-        _by_logits,
+BY_LOGITS: dict[str, Callable[..., Any]] = {
+    "accuracy": torchmetrics.Accuracy,
+    "f1": functools.partial(torchmetrics.F1Score, average="macro"),
+    "auroc": torchmetrics.AUROC,
+    "confusion": torchmetrics.ConfusionMatrix,
+    "collection": lambda *args, **options: torchmetrics.MetricCollection(
+        [kind(*args, **options) for kind in (torchmetrics.Recall, torchmetrics.Precision, torchmetrics.AUROC)]
     ),
-    "minmax": (lambda: torchmetrics.MinMaxMetric(_multiclass(torchmetrics.Accuracy)), _by_logits),
+    "minmax": lambda *args, **options: torchmetrics.MinMaxMetric(torchmetrics.Accuracy(*args, **options)),
+}
+BY_VALUES: dict[str, Callable[[], Any]] = {
+    "mean": torchmetrics.MeanMetric,
+    "sum": torchmetrics.SumMetric,
+    "max": torchmetrics.MaxMetric,
+    "min": torchmetrics.MinMetric,
+    "own_list": lambda: Own(None),
+    "own_cat": lambda: Own("cat"),
+    "own_max": lambda: Own("max"),
+    "own_function": lambda: Own(_summed),
+    "retrieval": lambda: RetrievalMAP(empty_target_action="skip"),
 }
 
 
-@trainer_part(each=METRICS)
+def _arguments(name: str, logits: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+    if name == "retrieval":
+        return logits[:, 1].sigmoid(), y == 1, y * 0
+    return (logits.softmax(1), y) if name in BY_LOGITS else (logits[:, 0],)
+
+
+def _make_metric(name: str) -> Any:
+    made = BY_LOGITS[name]("multiclass", num_classes=CLASSES) if name in BY_LOGITS else BY_VALUES[name]()
+    return made.set_dtype(torch.float64)
+
+
+@trainer_part(each=(*BY_LOGITS, *BY_VALUES))
 def metric(p: TrainerBuild, name: str) -> None:
-    """Updated and logged at the end of an epoch; some are logged as objects."""
-    trains = p.maybe()
-    make, update = METRICS[name]
+    """Its value is logged at the end of the epoch."""
+    stage = p.rng.choice(STAGES)
 
-    class Measures(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.measure = make().set_dtype(torch.float64)
+    def note(module: Module, batch: Any) -> None:
+        module.measure.update(*_arguments(name, module(batch[0]).detach(), batch[1]))
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if trains:
-                update(self.measure, self(batch[0]).detach(), batch[1])
-            return super().training_step(batch, batch_idx)
+    def finish(module: Module) -> None:
+        found = module.measure.compute()
+        found = found if isinstance(found, dict) else {"measured": found}
+        module.log_dict({key: value.double().square().sum() for key, value in found.items()})
+        module.measure.reset()
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx, dataloader_idx)
-            if not trains:
-                update(self.measure, self(batch[0]).detach(), batch[1])
-
-        def finish(self) -> None:
-            found = self.measure.compute()
-            found = found if isinstance(found, dict) else {"measured": found}
-            self.log_dict({key: value.double().square().sum() for key, value in found.items()})
-            self.measure.reset()
-
-        def on_train_epoch_end(self) -> None:
-            super().on_train_epoch_end()
-            if trains:
-                self.finish()
-
-        def on_validation_epoch_end(self) -> None:
-            super().on_validation_epoch_end()
-            if not trains:
-                self.finish()
-
-    p.classes.append(Measures)
+    in_steps(p, stage, note)
+    hook = {"training": "on_train_epoch_end", "validation": "on_validation_epoch_end"}[stage]
+    p.extend(lambda module: setattr(module, "measure", _make_metric(name)), None, **{hook: finish})
 
 
-@trainer_part(each=("mean", "accuracy", "f1", "max", "minmax"))
+@trainer_part(each=("mean", "accuracy", "f1", "auroc", "max"))
 def metric_logged_as_object(p: TrainerBuild, name: str) -> None:
-    make, update = METRICS[name]
-    on_step = p.maybe()
+    on_step, stage = p.maybe(), p.rng.choice(STAGES)
 
-    class Measures(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.object = make().set_dtype(torch.float64)
+    def note(module: Module, batch: Any) -> None:
+        module.object(*_arguments(name, module(batch[0]).detach(), batch[1]))
+        module.log("object", module.object, on_step=on_step, on_epoch=True)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            logits = self(batch[0]).detach()
-            if on_step and update is _by_logits:
-                self.object(logits.softmax(1), batch[1])
-            else:
-                update(self.object, logits, batch[1])
-            if name != "minmax":
-                self.log("object", self.object, on_step=on_step and update is _by_logits, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    p.classes.append(Measures)
+    in_steps(p, stage, note)
+    p.extend(lambda module: setattr(module, "object", _make_metric(name)))
 
 
 @trainer_part(without="no_validation weighed")
@@ -505,26 +416,22 @@ def callback_counts_rows(p: TrainerBuild) -> None:
     p.after.append(lambda: p.trainer.test(p.module, DataLoader(p.data(5, 8), 1), verbose=False))
 
 
-@trainer_part(without="no_validation validation_is_none")
+@trainer_part(without="validation validates")
 def monitors(p: TrainerBuild) -> None:
-    """Decisions by logged values, and the names of the files."""
-    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
-    p.callbacks += [stop, LearningRateMonitor("step")]
+    p.callbacks += [EarlyStopping("val_loss", patience=1, min_delta=0.01), LearningRateMonitor("step")]
     p.epochs = 4
-    p.options["check_val_every_n_epoch"] = 1
 
 
-@trainer_part(without="no_validation validation_is_none", can_be_cut=False)
+@trainer_part(without="validation validates", can_be_cut=False)
 def checkpoints(p: TrainerBuild) -> None:
-    def fit_and_list() -> Any:
-        saved = p.trainer.checkpoint_callback
+    def best() -> Any:
+        saved: Any = p.trainer.checkpoint_callback
         return [float(saved.best_model_score), sorted(map(float, saved.best_k_models.values()))]
 
-    p.callbacks.append(
-        ModelCheckpoint(p.folder, "{epoch}-{val_loss:.3f}", "val_loss", save_top_k=2, save_weights_only=p.maybe())
-    )
+    with trainers.folder(p.strategy) as folder:
+        p.callbacks.append(ModelCheckpoint(folder, "{epoch}-{val_loss:.3f}", "val_loss", save_top_k=2))
     p.options["enable_checkpointing"] = True
-    p.after.append(fit_and_list)
+    p.after.append(best)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -534,38 +441,31 @@ def checkpoints(p: TrainerBuild) -> None:
 def weighed(p: TrainerBuild) -> None:
     """A mean over the samples that are not of class 0."""
 
-    class Masked(Module):
-        def loss(self, batch: Any) -> torch.Tensor:
-            counts = (batch[1] != 0).double()
-            return (F.cross_entropy(self(batch[0]), batch[1], reduction="none") * counts).sum() / counts.sum()
+    def loss(module: Module, batch: Any) -> torch.Tensor:
+        counts = (batch[1] != 0).double()
+        return (F.cross_entropy(module(batch[0]), batch[1], reduction="none") * counts).sum() / counts.sum()
 
-    p.classes.append(Masked)
+    p.extend(loss=loss)
     p.given["weight"] = counted
     p.train, p.validation = trainers.masked(29, 8, 0), trainers.masked(13, 5, 9)
 
 
 @trainer_part(kind="loss", without="train validation")
 def weighed_classes(p: TrainerBuild) -> None:
-    class Weighted(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.criterion = WeightedClasses().criterion
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self.criterion(self(batch[0]), batch[1])
-
-    p.classes.append(Weighted)
+    p.extend(
+        lambda module: setattr(module, "criterion", WeightedClasses().criterion),
+        loss=lambda module, batch: module.criterion(module(batch[0]), batch[1]),
+    )
     p.given["weight"] = "cross_entropy"
     p.train, p.validation = trainers.masked(29, 8, 0), trainers.masked(13, 5, 9)
 
 
 @trainer_part()
 def regularized(p: TrainerBuild) -> None:
-    class Regularized(Module):
-        def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch) + 0.01 * sum(q.square().sum() for q in self.layers.parameters())
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        return loss + 0.01 * torch.stack([q.square().sum() for q in module.layers.parameters()]).sum()
 
-    p.classes.append(Regularized)
+    p.extend(None, step)
 
 
 # --- optimization -----------------------------------------------------------------------------------------------------
@@ -574,13 +474,12 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam": lambda net: torch.optim.Adam(net.parameters(), 0.02),
     "adamw": lambda net: torch.optim.AdamW(net.parameters(), 0.02, amsgrad=True),
     "rmsprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.01, momentum=0.5),
-    "sgd": lambda net: torch.optim.SGD(net.parameters(), 0.2),
     "groups": lambda net: torch.optim.SGD([{"params": [q], "lr": 0.1 / (1 + q.ndim)} for q in net.parameters()], 0.1),
     "lbfgs": trainers.lbfgs,
 }
 
 
-@trainer_part(kind="optimizer", each=OPTIMIZERS)
+@trainer_part(each=OPTIMIZERS)
 def optimizer(p: TrainerBuild, name: str) -> None:
     p.optimizer = OPTIMIZERS[name]
 
@@ -598,7 +497,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@trainer_part(kind="schedule", each=SCHEDULES, without="no_validation validation_is_none")
+@trainer_part(each=SCHEDULES, without="validation validates fitted_longer fitted_by_another_trainer limits")
 def schedule(p: TrainerBuild, name: str) -> None:
     p.schedule = SCHEDULES[name]
 
@@ -607,16 +506,13 @@ def schedule(p: TrainerBuild, name: str) -> None:
 def by_hand(p: TrainerBuild) -> None:
     """Two optimizers; one accumulates."""
 
-    class ByHand(Module):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.automatic_optimization = False
-            self.judge = nn.Linear(CLASSES, 1).double()
+    def start(module: Module) -> None:
+        module.automatic_optimization = False
+        module.judge = nn.Linear(CLASSES, 1).double()
 
-        training_step = GAN.training_step
-        configure_optimizers = GAN.configure_optimizers
-
-    p.classes.insert(0, ByHand)
+    p.extend(start)
+    p.classes.insert(0, p.classes.pop())
+    p.classes[0].training_step, p.classes[0].configure_optimizers = GAN.training_step, GAN.configure_optimizers
 
 
 @trainer_part(each=("always", "by_epoch"))
@@ -627,7 +523,7 @@ def accumulates(p: TrainerBuild, how: str) -> None:
         p.callbacks.append(GradientAccumulationScheduler({0: 2, 1: 3}))
 
 
-@trainer_part(each=("norm", "value"), without="lbfgs")
+@trainer_part(each=("norm", "value"))
 def clips(p: TrainerBuild, algorithm: str) -> None:
     p.options |= {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
 
@@ -642,50 +538,40 @@ def averages(p: TrainerBuild, how: str) -> None:
 def new_parameters(p: TrainerBuild, how: str) -> None:
     """In the second epoch; the library may also refuse them by name."""
 
-    class Grows(Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + (self.adapter(x) if hasattr(self, "adapter") else 0)
+    def grow(module: Module) -> None:
+        if module.current_epoch != 1:
+            return
+        if how == "group":
+            module.adapter = nn.Linear(FEATURES, CLASSES).double()
+            module.trainer.optimizers[0].add_param_group({"params": list(module.adapter.parameters())})
+        elif how == "replaced":
+            module.layers[-1] = nn.Linear(8, CLASSES).double()
+        else:
+            module.load_state_dict({name: q.clone() for name, q in module.state_dict().items()}, assign=True)
+        if how != "group":
+            module.trainer.strategy.setup_optimizers(module.trainer)
 
-        def on_train_epoch_start(self) -> None:
-            super().on_train_epoch_start()
-            if self.current_epoch != 1:
-                return
-            if how == "replaced":
-                self.layers[-1] = nn.Linear(8, CLASSES).double()
-                self.trainer.strategy.setup_optimizers(self.trainer)
-            elif how == "assigned":
-                state = {name: value.clone() for name, value in self.state_dict().items()}
-                self.load_state_dict(state, assign=True)
-                self.trainer.strategy.setup_optimizers(self.trainer)
-            else:
-                self.adapter = nn.Linear(FEATURES, CLASSES).double()
-                self.trainer.optimizers[0].add_param_group({"params": list(self.adapter.parameters())})
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        return loss + F.cross_entropy(module.adapter(batch[0]), batch[1]) if hasattr(module, "adapter") else loss
 
-    p.classes.append(Grows)
+    p.extend(None, step, on_train_epoch_start=grow)
     p.allowed.append(r"layers|adapter|parameter")
 
 
 @trainer_part(each=("on_train_epoch_start", "on_train_batch_start", "on_validation_end"))
 def rounded_in(p: TrainerBuild, hook: str) -> None:
-    class Rounds(Module):
-        pass
+    def rounds(module: Module, *_: Any) -> None:
+        module.float().double()
 
-    def rounds(self: Any, *args: Any) -> None:
-        getattr(super(Rounds, self), hook)(*args)
-        self.float().double()
-
-    setattr(Rounds, hook, rounds)
-    p.classes.append(Rounds)
+    p.extend(None, None, **{hook: rounds})
 
 
 @trainer_part()
 def freezes(p: TrainerBuild) -> None:
-    class Freezes(Module):
-        def on_train_epoch_start(self) -> None:
-            super().on_train_epoch_start()
-            self.layers[0].requires_grad_(self.current_epoch < 1)
+    def freeze(module: Module) -> None:
+        module.layers[0].requires_grad_(module.current_epoch < 1)
 
-    p.classes.append(Freezes)
+    p.extend(on_train_epoch_start=freeze)
 
 
 @trainer_part(can_be_cut=False)
@@ -714,41 +600,30 @@ DRAWS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "
 
 @trainer_part(each=(*DRAWS, "on_before_optimizer_step"))
 def draws_in(p: TrainerBuild, hook: str) -> None:
+    @torch.no_grad()
     def draw(self: Any, trainer: Any, module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            for parameter in module.layers.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter) + 0.01 * random.random())
+        for parameter in module.layers.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter) + 0.01 * random.random())
 
     p.callbacks.append(type("Draws", (pl.Callback,), {hook: draw})())
 
 
 @trainer_part()
 def replaces_batches(p: TrainerBuild) -> None:
-    class Replaces(Module):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            x, y = super().on_after_batch_transfer(batch, dataloader_idx)
-            return x * 1.5, y
-
-    p.classes.append(Replaces)
+    p.extend(on_after_batch_transfer=lambda module, batch, index: [batch[0] * 1.5, batch[1]])
 
 
 @trainer_part()
 def ends_epochs_early(p: TrainerBuild) -> None:
-    class Ends(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            super().on_train_batch_start(batch, batch_idx)
-            return -1 if batch_idx == 2 else None
-
-    p.classes.append(Ends)
+    p.extend(on_train_batch_start=lambda module, batch, batch_idx: -1 if batch_idx == 2 else None)
 
 
-@trainer_part(without="checkpoints")
+@trainer_part(without="checkpoints by_hand")
 def stops_by_a_logged_value(p: TrainerBuild) -> None:
-    class Stops(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            trainer.should_stop = bool(trainer.callback_metrics["loss_epoch"] < 1.09)
+    def stop(module: Module) -> None:
+        module.trainer.should_stop = bool(module.trainer.callback_metrics["loss_epoch"] < 1.09)
 
-    p.callbacks.append(Stops())
+    p.extend(on_train_epoch_end=stop)
     p.epochs = 4
 
 
@@ -762,7 +637,7 @@ def limits(p: TrainerBuild, what: str) -> None:
     }[what]
 
 
-@trainer_part(kind="validates", without="limits iterable batches_smaller_than_the_world no_validation")
+@trainer_part(kind="validates", without="limits train loss no_validation")
 def validates_in_mid_epoch(p: TrainerBuild) -> None:
     p.train = DataLoader(p.data(p.rng.randint(24, 40)), p.rng.randint(4, 6), shuffle=True)
     p.options |= p.rng.choice(
@@ -774,18 +649,15 @@ def validates_in_mid_epoch(p: TrainerBuild) -> None:
     )
 
 
-@trainer_part(kind="validates", without="schedule")
+@trainer_part(kind="validates")
 def validates_every_other_epoch(p: TrainerBuild) -> None:
     p.options["check_val_every_n_epoch"] = 2
     p.epochs = 4
 
 
-@trainer_part(without="logs metric logs_a_class_if_there_is_one reads_in")
+@trainer_part(kind="validates", without="logs metric logs_a_class_if_there_is_one reads_in logs_a_masked_mean")
 def validation_is_none(p: TrainerBuild) -> None:
-    class Silent(Module):
-        validation_step = None  # type: ignore[assignment]
-
-    p.classes.append(Silent)
+    p.classes.append(type("Silent", (Basis,), {"validation_step": None}))
 
 
 @trainer_part()
@@ -793,25 +665,16 @@ def writes_now_and_then(p: TrainerBuild) -> None:
     p.options["log_every_n_steps"] = p.rng.randint(2, 4)
 
 
-@trainer_part(kind="train", without="weighed weighed_classes", each=("min_size", "max_size_cycle", "max_size", "sequential"))
+@trainer_part(kind="train", without="loss", each=("min_size", "max_size_cycle", "max_size"))
 def combined(p: TrainerBuild, mode: str) -> None:
-    class Both(Module):
+    class Combined(Basis):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            parts = [each for each in batch.values() if each is not None] if isinstance(batch, dict) else [batch]
-            joined = [torch.cat(each) for each in zip(*parts, strict=True)]
-            return super().training_step(joined, batch_idx)
+            parts = [each for each in batch.values() if each is not None]
+            return super().training_step([torch.cat(each) for each in zip(*parts, strict=True)], batch_idx)
 
-    class Sequential(Module):
-        def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-            return super().training_step(batch, batch_idx)
-
-    first, second = DataLoader(p.data(25), 6, shuffle=True), DataLoader(p.data(13, 5), 6, shuffle=True)
-    if mode == "sequential":
-        p.classes.append(Sequential)
-        p.train = CombinedLoader([first, second], mode)
-    else:
-        p.classes.append(Both)
-        p.train = CombinedLoader({"a": first, "b": second}, mode)
+    loaders = DataLoader(p.data(25), 6, shuffle=True), DataLoader(p.data(13, 5), 6, shuffle=True)
+    p.classes.append(Combined)
+    p.train = CombinedLoader(dict(zip("ab", loaders, strict=True)), mode)
 
 
 @trainer_part(kind="validation")
@@ -822,7 +685,7 @@ def several_validations(p: TrainerBuild) -> None:
 # --- what else is called ----------------------------------------------------------------------------------------------
 
 
-@trainer_part(without="no_validation validation_is_none")
+@trainer_part(without="validation validates")
 def evaluated_before(p: TrainerBuild) -> None:
     p.before.append(lambda: p.trainer.validate(p.module, p.validation, verbose=False))
 
@@ -830,8 +693,9 @@ def evaluated_before(p: TrainerBuild) -> None:
 @trainer_part(without="weighed")
 def tested_and_predicted(p: TrainerBuild) -> None:
     loaders = [DataLoader(p.data(11, 4), p.rng.randint(1, 4)), DataLoader(p.data(7, 3), p.rng.randint(2, 9))]
+    batch_size = p.rng.randint(1, 4)
     p.after.append(lambda: p.trainer.test(p.module, loaders, verbose=False))
-    p.after.append(lambda: p.trainer.predict(p.module, DataLoader(p.data(9, 4), p.rng.randint(1, 4))))
+    p.after.append(lambda: p.trainer.predict(p.module, DataLoader(p.data(9, 4), batch_size)))
 
 
 @trainer_part()
@@ -863,22 +727,17 @@ def fitted_by_another_trainer(p: TrainerBuild) -> None:
 
 @trainer_part(can_be_cut=False, without="averages by_hand")
 def fails_first(p: TrainerBuild) -> None:
-    class Fails(Module):
-        attempts = 0
+    attempts: list[pl.Trainer] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 1 and not type(self).attempts:
-                type(self).attempts = 1
-                raise ArithmeticError("on all processes")
-            return super().training_step(batch, batch_idx)
+    def fail(module: Module, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and p.trainer in attempts:
+            raise ArithmeticError("on all processes")
 
     def attempt() -> None:
-        try:
+        attempts.append(p.trainer)
+        with contextlib.suppress(ArithmeticError):
             p.fit()
-        except Exception as error:
-            if "on all processes" not in str(error):
-                raise
         p.trainer = p.new_trainer()
 
-    p.classes.append(Fails)
+    p.extend(on_train_batch_start=fail)
     p.before.append(attempt)

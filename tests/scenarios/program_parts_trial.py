@@ -257,7 +257,6 @@ def decays(p: TrialBuild, norm: str) -> None:
 @trial_part(each=("L1", "L2"))
 def decays_by_torchbearer(p: TrialBuild, norm: str) -> None:
     kind = {"L1": L1WeightDecay, "L2": L2WeightDecay}[norm]
-    p.changes.append(lambda made: None)
     p.callbacks.append(_Late(lambda state: kind(0.02, params=list(state[torchbearer.MODEL].parameters()))))
 
 
@@ -297,7 +296,7 @@ METRICS: dict[str, Callable[[], Any]] = {
     "of_batches": lambda: std(mean(_error)),
     "epoch_lambda": lambda: to_dict(EpochLambda("in_order", _in_order, running=False)),
     "top_5_acc": lambda: "top_5_acc",
-    "mse": lambda: "epoch",
+    "epoch": lambda: "epoch",
     "lr": lambda: "lr",
 }
 
@@ -348,7 +347,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.02),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
     "nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.3, max_iter=3),
     "every_third": functools.partial(EveryThird, lr=0.05),
 }
 

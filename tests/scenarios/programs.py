@@ -113,12 +113,14 @@ class Outcome:
     """
     Attributes:
         error: The traceback, if it has raised.
+        message: Of the error, without the traceback of another rank in it.
         allowed: The patterns of errors that it may raise.
     """
 
     result: Any = None
     moments: int = 0
     error: str = ""
+    message: str = ""
     allowed: Sequence[str] = ()
 
 
@@ -142,8 +144,8 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
                 return Outcome(*trainers.run_script(script, way, folder, moment, resumes), allowed=allowed)
             extra = trials.Extra(way, folder, moment, resumes)
             return Outcome(script(extra), extra.moments, allowed=allowed)
-    except Exception:
-        return Outcome(error=traceback.format_exc(), allowed=allowed)
+    except Exception as error:
+        return Outcome(None, 0, traceback.format_exc(), str(error).split("traceback:")[0], allowed)
 
 
 def execute_alone(program: Program, folder: Path) -> Outcome:
@@ -189,7 +191,7 @@ def judge(program: Program, way: Way, folder: Path) -> tuple[str, str]:
     except Preempted:
         return "cut", ""
     if ours.error:
-        is_allowed = any(re.search(pattern, ours.error) for pattern in ours.allowed)
+        is_allowed = any(re.search(pattern, ours.message) for pattern in ours.allowed)
         return ("refused" if is_allowed else "raised"), ours.error
     found = list(differences(ours.result, truth.result))
     return ("differs" if found else "holds"), "\n".join(found[:12])
