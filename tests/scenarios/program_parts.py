@@ -50,7 +50,11 @@ Function = Callable[..., None]
 
 
 def part(
-    hosts: str = "trainer trial", kind: str = "", without: str = "", each: Iterable[str] = ("",), can_be_cut: bool = True
+    hosts: str = "trainer trial",
+    kind: str = "",
+    without: str = "",
+    each: Iterable[str] = ("",),
+    can_be_cut: bool = True,
 ) -> Callable[[Function], Function]:
     """Make a part of a function; with ``each``, one for each of these arguments."""
 
@@ -131,7 +135,7 @@ def calls_in(kept: Any) -> int:
     return len(kept) if isinstance(kept, list | deque | set) else int(kept.count)
 
 
-PLAIN: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "tensor": lambda: torch.zeros(1)}  # `Resume` has them
+PLAIN: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "tensor": lambda: torch.zeros(1)}
 CONTAINERS = PLAIN | {
     "set": set,
     "deque": deque,

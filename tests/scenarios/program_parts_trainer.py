@@ -170,7 +170,9 @@ def loss_object(p: TrainerBuild) -> None:
 
 @trainer_part()
 def loss_module(p: TrainerBuild) -> None:
-    p.extend(lambda module: setattr(module, "anneal", AnnealedModule()), lambda module, loss, batch: module.anneal(loss))
+    p.extend(
+        lambda module: setattr(module, "anneal", AnnealedModule()), lambda module, loss, batch: module.anneal(loss)
+    )
 
 
 @trainer_part(each=("training_step", "on_train_batch_end", "on_before_zero_grad"))

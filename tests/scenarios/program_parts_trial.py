@@ -27,7 +27,7 @@ from torchbearer.callbacks import (
     StepLR,
 )
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
-from torchbearer.metrics import EpochLambda, default_for_key, lambda_metric, mean, running_mean, std, to_dict, var
+from torchbearer.metrics import EpochLambda, lambda_metric, mean, std, to_dict, var
 from trials import CLASSES, EveryThird, Extra
 
 from ddp_callbacks.errors import PeerError
@@ -336,7 +336,8 @@ def predictions_with_more_rows_than_targets(p: TrialBuild) -> None:
 @trial_part(without="metric rows", each=("on_start", "on_start_training"))
 def callback_replaces_metrics(p: TrialBuild, event: str) -> None:
     def replace(self: Any, state: Any) -> None:
-        state[torchbearer.METRIC_LIST] = torchbearer.metrics.MetricList([*state[torchbearer.METRIC_LIST].metric_list, std(_square)])
+        before = state[torchbearer.METRIC_LIST].metric_list
+        state[torchbearer.METRIC_LIST] = torchbearer.metrics.MetricList([*before, std(_square)])
 
     p.callbacks.append(type("Replaces", (Callback,), {event: replace})())
 

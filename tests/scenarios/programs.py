@@ -79,13 +79,14 @@ class Program:
             yield dataclasses.replace(self, parts=self.parts[:index] + self.parts[index + 1 :])
 
 
-def draw(host: str, seed: int, forced: Sequence[str] = ()) -> Program:
+def draw(host: str, seed: int, forced: Sequence[str] = (), without: Sequence[str] = ()) -> Program:
     """Some parts that go with each other; a part has the same chance, however many variants it has."""
     rng = random.Random(f"{host} {seed}")
     chosen = [PARTS[host][name] for name in forced]
     by_function: dict[str, list[Part]] = {}
     for each in PARTS[host].values():
-        by_function.setdefault(each.function.__name__, []).append(each)
+        if not {each.name, each.function.__name__} & {*without}:
+            by_function.setdefault(each.function.__name__, []).append(each)
     count = len(chosen) + rng.randint(2, 6)
     for name in rng.sample(sorted(by_function), len(by_function)):
         more = rng.choice(by_function[name])
@@ -213,9 +214,7 @@ def judge_all(programs: Sequence[Program], way: Way, folder: Path) -> None:
     for program in programs:
         dist.barrier(ends)
         faulthandler.dump_traceback_later(LIMIT, exit=True)
-        begun = time.monotonic()
         verdict = judge(program, way, folder / program.key)
-        if os.environ.get("TIMES"): print(f"{time.monotonic()-begun:.2f}", verdict[0], program, file=open(f"/tmp/programs/times-{rank}", "a"))
         (folder / program.key / f"verdict-{rank}").write_text(json.dumps(verdict))
         begin_run()  # what has failed must not end the next one
     dist.barrier(ends)
@@ -248,8 +247,10 @@ def _run(programs: Sequence[Program], way: Way, folder: Path) -> Verdicts:
         for program in left:
             verdicts = [_verdict(folder / program.key / f"verdict-{rank}") for rank in range(way.size)]
             if not all(verdicts):
-                texts = [f"rank {index}: exit code {rank.code}\n{rank.stderr[-3000:]}" for index, rank in enumerate(ranks)]
-                found[program] = "hung or died", "\n".join(texts)
+                found[program] = (
+                    "hung or died",
+                    "\n".join(f"exit code {each.code}\n{each.stderr[-3000:]}" for each in ranks),
+                )
                 break
             found[program] = _joined(verdicts)
     return found
@@ -330,10 +331,8 @@ def report(programs: Sequence[Program], way: Way, chunk: int, folder: Path) -> N
         failing |= {program: verdict for program, verdict in found.items() if has_failed(verdict)}
         print(f"{counts.total()} programs in {time.monotonic() - begun:.0f} s: {dict(counts)}", flush=True)
         for program, verdict in found.items():
-            if verdict[0] == "no program":
-                print(program, verdict[1].splitlines()[-1])
-    for p, v in failing.items(): print(p, v[0], v[1][-700:])
-    if os.environ.get("TIMES"): return
+            if verdict[0] not in ("holds", "refused"):
+                print(verdict[0], program, verdict[1].strip().splitlines()[-1][:300], flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     for program, verdict in shrink(failing, way).items():
         path = folder / f"{program.key}.py"
@@ -350,13 +349,14 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="*", default=["trainer", "trial"])
     parser.add_argument("--each", action="store_true", help="each part alone")
     parser.add_argument("--parts", nargs="*", default=[], help="that each program has")
+    parser.add_argument("--without", nargs="*", default=[], help="parts, or functions, that none has")
     parser.add_argument("--chunk", type=int, default=100, help="programs in a start of ranks")
     parser.add_argument("--scripts", type=Path, default=Path("failing-programs"))
     chosen = parser.parse_args()
     way = Way(chosen.size, resumed_on=chosen.resumed_on)
     hosts = itertools.cycle(chosen.hosts)
     seeds = (chosen.seed + index // len(chosen.hosts) for index in range(chosen.count))
-    programs = [draw(next(hosts), seed, chosen.parts) for seed in seeds]
+    programs = [draw(next(hosts), seed, chosen.parts, chosen.without) for seed in seeds]
     if chosen.each:
         programs = [each for host in chosen.hosts for each in each_alone(host)]
     with warm_server():
