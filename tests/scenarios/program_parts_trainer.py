@@ -597,10 +597,8 @@ def callback_trains(p: TrainerBuild) -> None:
 
 # --- hooks and the loop -----------------------------------------------------------------------------------------------
 
-DRAWS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_validation_epoch_end")
 
-
-@trainer_part(each=(*DRAWS, "on_before_optimizer_step"))
+@trainer_part(each=("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"))
 def draws_in(p: TrainerBuild, hook: str) -> None:
     @torch.no_grad()
     def draw(self: Any, trainer: Any, module: Any, *_: Any) -> None:
@@ -705,11 +703,12 @@ def behind_a_run_that_has_failed(p: TrainerBuild) -> None:
     def fail() -> None:
         with contextlib.suppress(ArithmeticError, PeerError):
             trainers.fit(Within(p.strategy.way), trainers.Fails())
+        pl.seed_everything(7, verbose=False)
 
     p.before.insert(0, fail)
 
 
-@trainer_part(without="limits")
+@trainer_part(without="limits", can_be_cut=False)
 def fitted_longer(p: TrainerBuild) -> None:
     def again() -> Any:
         p.trainer.fit_loop.max_epochs += 1
