@@ -217,7 +217,7 @@ def buffer_that_follows_the_data(p: TrainerBuild) -> None:
 
 @trainer_part(without="validation_of_single_samples")
 def batchnorm(p: TrainerBuild) -> None:
-    p.extend(lambda module: module.layers.insert(1, nn.BatchNorm1d(8).double()))
+    p.extend(lambda module: module.layers.insert(0, nn.BatchNorm1d(FEATURES).double()))
     p.classes.insert(0, p.classes.pop())
     p.options["sync_batchnorm"] = True
 

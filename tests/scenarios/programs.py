@@ -177,7 +177,7 @@ def differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
     else:
         one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found, wanted))
         scale = float(other.nan_to_num(0, 0, 0).abs().max()) if other.numel() else 0.0
-        if one.shape != other.shape or not torch.allclose(one, other, 0, RELATIVE * max(scale, 1e-6), equal_nan=True):
+        if one.shape != other.shape or not torch.allclose(one, other, 0, RELATIVE * max(scale, 1e-3), equal_nan=True):
             yield f"{where} is {found!s:.80}, not {wanted!s:.80}"
 
 
