@@ -93,12 +93,12 @@ def _copy_buffers(buffers: dict[str, torch.Tensor], group: dist.ProcessGroup | N
     if all(found == by_rank[0] for found in by_rank):
         return
     require_agreement({name: shape for name, (shape, _) in own.items()}, _BUFFERS, _FOLLOWS, group)
-    names = [name for name in own if len({found[name][1] for found in by_rank}) > 1]
-    names = [name for name in names if not name.endswith("num_batches_tracked")]  # a rank may have had no samples
+    differing = [name for name in own if len({found[name][1] for found in by_rank}) > 1]
+    names = [name for name in differing if not name.endswith("num_batches_tracked")]  # a rank may have had no samples
     if names and get_rank(group) == 0:
         text = f"{', '.join(names)} differed between the ranks, each of which has other data; all got rank 0's values."
         warnings.warn(f"{text} {_FOLLOWS}", stacklevel=3)
-    broadcast_all([*buffers.values()], _BUFFERS, group)
+    broadcast_all([buffers[name.removeprefix("buffer ")] for name in differing], _BUFFERS, group)
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
