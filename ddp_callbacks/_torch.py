@@ -45,9 +45,11 @@ PRIVATE = (
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
+    "torch.nn:Module.add_module uses _modules",
     "torch.nn:Module.register_forward_hook uses _forward_hooks",
     "torch.nn:Module.register_forward_pre_hook uses _forward_pre_hooks",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
+    "torch.nn:Module.register_parameter uses _parameters",
     "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
     "torch.nn.modules.dropout:_DropoutNd",
@@ -135,6 +137,11 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 # --- modules and loaders ------------------------------------------------------------------------------------------
+
+
+def content_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the layer's direct parameters and layers by name: the dicts in which it holds them."""
+    return layer._parameters, layer._modules
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

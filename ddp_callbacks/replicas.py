@@ -6,18 +6,19 @@ All functions but :func:`describe_checkpoint` are collectives and block. With a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import non_persistent_buffers
-from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.agreement import describe, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
 from ddp_callbacks.comm.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
+from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
@@ -26,13 +27,19 @@ from ddp_callbacks.process_group.failures import describe_rank
 MESSAGE_NBYTES = 1 << 18
 """Tensors of at least this size are sent alone: packing them would cost more time and memory than a message."""
 _PACKED = 64  # number of smaller tensors per message
+_BUFFERS = "the model's buffers"
+_FOLLOWS = (
+    "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object), or register it with "
+    "persistent=False: each rank then keeps its own."
+)
 
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
 
     Names, shapes and dtypes must be equal on all ranks;
-    :func:`ddp_callbacks.comm.agreement.require_agreement` can check it.
+    :func:`ddp_callbacks.comm.agreement.require_agreement` can check it. A non-persistent buffer that has another shape
+    or dtype on some ranks, such as a cache, stays what it is on each.
 
     Args:
         module: The same model on every rank.
@@ -43,16 +50,21 @@ def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | Non
         PeerError: Another rank failed or died.
     """
     _require_own_gpus(module, group)
-    _broadcast_all([*module.parameters(), *module.buffers()], "the model's parameters", group)
+    buffers = persistent_buffers(module)
+    caches = {name: buffer for name, buffer in module.named_buffers() if name not in buffers}
+    by_rank = all_gather_object({name: describe(cache) for name, cache in caches.items()}, "the caches", group)
+    alike = [cache for name, cache in caches.items() if len({found.get(name) for found in by_rank}) == 1]
+    broadcast_all([*module.parameters(), *buffers.values(), *alike], "the model's parameters", group)
 
 
 @torch.no_grad()
 def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGroup | None = None) -> None:
-    """Average running statistics, weighted by ``samples``, and copy all other buffers from rank 0. A collective.
+    """Average running statistics, weighted by ``samples``; copy other persistent buffers from rank 0. A collective.
 
     Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The ranks'
     batches are parts of the same batches, so the weighted mean of the (unbiased) variances estimates the variance of
-    the whole. If no rank has seen a sample, the running statistics stay unchanged.
+    the whole. If no rank has seen a sample, the running statistics stay unchanged. If another buffer differs between
+    the ranks, as it follows each one's data, rank 0 warns with its name.
 
     Args:
         module: The same model on every rank; its buffers are overwritten.
@@ -60,6 +72,7 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
         group: ``None`` is the default group.
 
     Raises:
+        MismatchError: On every rank alike: such a buffer has different shapes.
         PeerError: Another rank failed or died.
     """
     if get_world_size(group) == 1:
@@ -67,7 +80,25 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
     statistics = list(running_statistics(module))
     tracked = {id(buffer) for buffer in statistics}
     _weighted_mean(statistics, samples, group)
-    _broadcast_all([buffer for buffer in module.buffers() if id(buffer) not in tracked], "the model's buffers", group)
+    others = {name: each for name, each in persistent_buffers(module).items() if id(each) not in tracked}
+    _copy_buffers(others, group)
+
+
+def _copy_buffers(buffers: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrite buffers with rank 0's, if they differ; name those that follow each rank's data."""
+    if not buffers:
+        return
+    own = {f"buffer {name}": [describe(each), checksum_of(each)] for name, each in buffers.items()}
+    by_rank = all_gather_object(own, _BUFFERS, group)
+    if all(found == by_rank[0] for found in by_rank):
+        return
+    require_agreement({name: shape for name, (shape, _) in own.items()}, _BUFFERS, _FOLLOWS, group)
+    differing = [name for name in own if len({found[name][1] for found in by_rank}) > 1]
+    names = [name for name in differing if not name.endswith("num_batches_tracked")]  # a rank may have had no samples
+    if names and get_rank(group) == 0:
+        text = f"{', '.join(names)} differed between the ranks, each of which has other data; all got rank 0's values."
+        warnings.warn(f"{text} {_FOLLOWS}", stacklevel=3)
+    broadcast_all([buffers[name.removeprefix("buffer ")] for name in differing], _BUFFERS, group)
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
@@ -108,7 +139,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
         tensors = [tensor.detach().to(device) for tensor in tensors]
     else:
         tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for name, shape in specs]
-    _broadcast_all(tensors, doing, group)
+    broadcast_all(tensors, doing, group)
     if get_rank(group) != 0:
         optimizer.load_state_dict(unpack(header, tensors))
 
@@ -140,7 +171,7 @@ def _gpus_of(module: torch.nn.Module) -> list[str]:
     return sorted(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
-def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
+def broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
     """Broadcast tensors in place: pack small ones into messages, and send large ones without a copy."""
     small = [tensor.detach() for tensor in tensors if tensor.nbytes < MESSAGE_NBYTES]
     for start in range(0, len(small), _PACKED):
@@ -167,7 +198,7 @@ def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.Proce
 
 def checksum_of_replica(module: torch.nn.Module) -> int:
     """Return a checksum of the bits of the tensors that :func:`require_equal_replicas` compares. Local."""
-    return checksum_of_all(dict(_compared(module)))
+    return checksum_of_all(_compared(module))
 
 
 def require_equal_replicas(
@@ -201,7 +232,7 @@ def require_equal_replicas(
     """
     if get_world_size(group) == 1:
         return [note]
-    named = dict(_compared(module))
+    named = _compared(module)
     found = exchange_checksums(named, note, group)
     settle(named, found, when, on_divergence, group)
     return [each.note for each in found]
@@ -239,16 +270,7 @@ def describe_checkpoint(state: Any, **counters: int) -> str:
     return ", ".join([*named, f"checksum {checksum_of(state):08x}"])
 
 
-def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
-        if is_dense(parameter):
-            yield f"parameter {name}", parameter
-    caches = {
-        id(buffer)
-        for layer in module.modules()
-        for name, buffer in layer.named_buffers(recurse=False)
-        if name in non_persistent_buffers(layer)
-    }
-    for name, buffer in module.named_buffers():
-        if id(buffer) not in caches and is_dense(buffer):
-            yield f"buffer {name}", buffer
+def _compared(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    tensors |= {f"buffer {name}": buffer for name, buffer in persistent_buffers(module).items()}
+    return {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}

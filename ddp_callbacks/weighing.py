@@ -133,10 +133,9 @@ class Weighing:
     def _multiply(self, factor: float) -> None:
         """Multiply the following contributions by ``factor``; a factor of 1, the usual one, needs no hooks."""
         self._factor = factor
-        if factor == 1:
+        nodes = [] if factor == 1 else [*map(accumulation_of, self._parameters)]
+        if nodes != [node for node, _ in self._hooked]:  # torch replaces that of a tensor that moves or gets a dtype
             self.close()
-        elif not self._hooked:
-            nodes = map(accumulation_of, self._parameters)
             self._hooked = [(node, node.register_prehook(self._weigh)) for node in nodes]
 
     def _weigh(self, gradients: Gradients) -> Gradients:
@@ -167,8 +166,10 @@ def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 def accumulation_of(parameter: torch.nn.Parameter) -> Node:
     """Return the autograd node that adds to the parameter's gradient. Its hooks live as long as you refer to it."""
-    with trainable(parameter), torch.enable_grad():
-        node: Any = parameter.view_as(parameter).grad_fn
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        with trainable(parameter), torch.enable_grad():
+            return accumulation_of(parameter)
+    node: Any = parameter.view_as(parameter).grad_fn
     while node.next_functions:  # a view of a subclass of torch.Tensor has several nodes
         node = node.next_functions[0][0]
     return node  # type: ignore[no-any-return]

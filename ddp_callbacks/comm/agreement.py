@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import ADDRESS, is_dense
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -58,8 +59,9 @@ def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
-    """Return the shape and dtype of each parameter and buffer, and whether a parameter is frozen, by name."""
-    return parameter_settings(module) | {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
+    """Return the shape and dtype of each parameter and persistent buffer, and which parameters are frozen, by name."""
+    buffers = persistent_buffers(module)
+    return parameter_settings(module) | {f"buffer {name}": describe(buffer) for name, buffer in buffers.items()}
 
 
 def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
@@ -74,7 +76,7 @@ def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
             "Pass one batch through the model before you train it."
         )
     settings = {
-        f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
+        f"parameter {name}": describe(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
@@ -99,7 +101,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return settings
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def describe(tensor: torch.Tensor) -> str:
+    """Return the shape and dtype as text."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

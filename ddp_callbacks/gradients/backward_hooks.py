@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -73,7 +73,7 @@ class BackwardHooks:
     def _begin(self) -> None:
         if not self._reducer.rounds:
             own = {handle.id for handle in self._handles}
-            refuse_foreign_hooks(self._reducer.parameters, self._reducer.names, own)
+            refuse_foreign_hooks(self._reducer.known.named, own)
         if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
             raise ConfigurationError(
                 "a CUDA graph cannot contain the synchronization of gradients, in which processes exchange messages. "
@@ -103,25 +103,22 @@ class BackwardHooks:
             node.register_hook(lambda *_: self._call_at_end(task))
 
 
-def refuse_foreign_hooks(
-    parameters: Sequence[torch.nn.Parameter], names: Mapping[int, str], own: Collection[int] = ()
-) -> None:
+def refuse_foreign_hooks(named: Mapping[str, torch.nn.Parameter], own: Collection[int] = ()) -> None:
     """Refuse other hooks on gradient accumulation: they would see, or consume, the local gradient.
 
     Args:
-        parameters: The parameters to check.
-        names: The names of the parameters, by id.
+        named: The parameters to check, by name.
         own: The handle ids of hooks that are allowed.
 
     Raises:
         ConfigurationError: A parameter has another such hook.
     """
-    for parameter in parameters:
+    for of_parameter, parameter in named.items():
         for key, hook in hooks_on_accumulation(parameter).items():
             if key not in own:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise ConfigurationError(
-                    f"{names[id(parameter)]} has a hook of register_post_accumulate_grad_hook: {name}. It would see "
+                    f"{of_parameter} has a hook of register_post_accumulate_grad_hook: {name}. It would see "
                     "this process's gradient before it is summed over the processes. Remove it and do its work after "
                     "backward (an optimizer that steps in backward: step after it), or close the "
                     "GradientSynchronizer that made it."

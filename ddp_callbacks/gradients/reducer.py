@@ -15,7 +15,7 @@ late contributions to the bucket as well, and from then on launch this bucket at
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -24,7 +24,9 @@ from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.flat_buffer import BufferPool
+from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.metadata import MetadataFormat
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
 
@@ -33,8 +35,8 @@ class Reducer:
     """Synchronizes the gradients of parameters, once per :meth:`begin` and :meth:`finish`.
 
     Attributes:
+        known: The parameters, as they were when this was made.
         parameters: The parameters with dense gradients, then those with sparse gradients.
-        names: The names of the parameters, by id.
         dense: The number of parameters with dense gradients.
         used: For each parameter, whether it has a gradient since the last synchronization.
         buckets: The buckets of the dense gradients.
@@ -44,8 +46,7 @@ class Reducer:
         carried: All ranks' numbers from the last synchronization that had some, by rank.
 
     Args:
-        dense, sparse: The parameters with dense and with sparse gradients.
-        names: The names of the parameters, by id.
+        known: The parameters.
         sums: Sums the gradients over the ranks.
         bucket_cap_mb: The size in MiB at which a bucket is closed.
         room: How many numbers each rank can send along.
@@ -54,15 +55,14 @@ class Reducer:
 
     def __init__(
         self,
-        dense: Sequence[torch.nn.Parameter],
-        sparse: Sequence[torch.nn.Parameter],
-        names: Mapping[int, str],
+        known: Parameters,
         sums: BucketSums,
         bucket_cap_mb: float,
         room: int,
         times: StepTimes,
     ) -> None:
-        self.parameters, self.dense, self.names = [*dense, *sparse], len(dense), names
+        self.known, dense = known, known.dense
+        self.parameters, self.dense = [*dense, *known.sparse], len(dense)
         self.used = [False] * len(self.parameters)
         self._sums, self._group = sums, sums.group
         self.weighing = Weighing(self.parameters, self.used, self._group.size())
@@ -86,7 +86,19 @@ class Reducer:
     def note_used(self, names: Container[str]) -> None:
         """Note that the parameters with these names have a gradient that is not synchronized yet."""
         for slot, parameter in enumerate(self.parameters):
-            self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
+            self.used[slot] = self.used[slot] or self.known.names[id(parameter)] in names
+
+    def continue_from(self, before: Reducer) -> None:
+        """Continue in place of a reducer of other parameters. Local."""
+        if self._sums.hook is not None and self._layout() != before._layout():
+            raise ConfigurationError(
+                "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
+                "buckets are others now. Change the model before training, or leave out comm_hook."
+            )
+        self.rounds, self.outgoing, self.carried = before.rounds, before.outgoing, before.carried
+        used = dict(zip(map(id, before.parameters), before.used, strict=True))
+        self.used[:] = [used.get(id(parameter), False) for parameter in self.parameters]
+        self.weighing.load_state_dict(before.weighing.state_dict())
 
     def begin(self) -> None:
         """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
@@ -119,6 +131,7 @@ class Reducer:
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
         self._times.mark("in backward")
+        self._require_known()
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -142,6 +155,19 @@ class Reducer:
         self._is_finished = True
         self.rounds += 1
         self._times.mark(None)
+
+    def _layout(self) -> list[list[torch.Size]]:
+        return [[parameter.shape for parameter in bucket.pool.parameters] for bucket in self.buckets]
+
+    def _require_known(self) -> None:
+        """Raise if a parameter has a gradient that no bucket sends, or has another dtype than its bucket."""
+        for name, parameter in (self.known.changes() or {}).items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise ConfigurationError(
+                    f"parameter {name} was added, replaced or moved since the forward pass began, so its gradient "
+                    "would not be summed over the processes. Change the model between two steps, and call weigh(), or "
+                    "follow(), of the GradientSynchronizer before the next forward pass."
+                )
 
     def _launch(self, bucket: Bucket) -> None:
         if self._launched:
@@ -212,6 +238,6 @@ class Reducer:
         """Raise on all ranks if they train different parameters."""
         if trained == self._trained() * self._group.size():
             return
-        settings = {self.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
+        settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
         remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
         require_agreement(settings, "which parameters are trained", remedy, self._group)

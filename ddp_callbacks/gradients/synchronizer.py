@@ -30,12 +30,14 @@ from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, re
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
 from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import broadcast_all
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Undo
 
@@ -101,18 +103,40 @@ class GradientSynchronizer:
         if self._world_size == 1:
             return
         begin_run(process_group)
-        parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        refuse_foreign_hooks(parameters, names)
-        _require_same_way(module, bucket_cap_mb, comm_hook, compress, room, process_group)
-        devices = [parameter.device for parameter in parameters]
-        sums = BucketSums(resolve_group(process_group), devices, comm_hook, comm_state, compress)
+        self._options = bucket_cap_mb, comm_hook, comm_state, compress, process_group
+        self._start()
+
+    def _start(self, before: Reducer | None = None) -> None:
+        """Synchronize the parameters that the module has now, in place of the reducer ``before``. A collective."""
+        bucket_cap_mb, comm_hook, comm_state, compress, group = self._options
+        known = Parameters(self._module)
+        if before is None:
+            refuse_foreign_hooks(known.named)
+        _require_same_way(self._module, bucket_cap_mb, comm_hook, compress, self.room, group)
+        devices = [parameter.device for parameter in known.named.values()]
+        sums = BucketSums(resolve_group(group), devices, comm_hook, comm_state, compress)
         self._group = sums.group
-        are_sparse = _sparse_parameters(module)
-        dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
-        sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
-        self._reducer = Reducer(dense, sparse, names, sums, bucket_cap_mb, room, self.times)
-        self._hooks = BackwardHooks(self._reducer, self._switch)
+        reducer = Reducer(known, sums, bucket_cap_mb, self.room, self.times)
+        if before is not None:
+            reducer.continue_from(before)
+            self.close()
+        self._reducer = reducer
+        self._hooks = BackwardHooks(reducer, self._switch)
+
+    def follow(self) -> None:
+        """Synchronize parameters that were added to the module, replaced, or moved to another dtype or device.
+
+        They get rank 0's values. A collective then: every rank must change its model alike, between the same steps.
+        :meth:`weigh` calls this. If you call neither before the next forward pass, its backward raises.
+
+        Raises:
+            ConfigurationError: There is a communication hook, which may keep state for each bucket.
+            MismatchError: The ranks' models differ.
+        """
+        changes = None if self._reducer is None else self._reducer.known.changes()
+        if changes is not None:
+            self._start(self._reducer)
+            broadcast_all([*changes.values()], "the new parameters", self._group)
 
     @property
     def rounds(self) -> int:
@@ -125,7 +149,7 @@ class GradientSynchronizer:
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
-        """Set this rank's weight in the following backwards. Local; does not block.
+        """Set this rank's weight in the following backwards. Local, unless parameters have changed, see :meth:`follow`.
 
         A backward's contribution to the gradients is multiplied by ``weight / total``, inside :meth:`no_sync` as well
         as outside. Contributions accumulated earlier keep their weights. If you run a second backward outside before
@@ -141,6 +165,7 @@ class GradientSynchronizer:
             ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
         """
         if self._reducer is not None:
+            self.follow()
             self._reducer.weighing.set(weight, total)
 
     def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
@@ -223,7 +248,7 @@ class GradientSynchronizer:
         return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
+        """Resume from the states of all ranks, in rank order. Local, as :meth:`weigh`; every rank passes the same.
 
         With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
         accumulated gradients.
@@ -234,6 +259,7 @@ class GradientSynchronizer:
         Raises:
             ConfigurationError: Another number of ranks has accumulated gradients under weights without a total.
         """
+        self.follow()
         rank = 0 if self._reducer is None else self._group.rank()
         if len(states) == self._world_size:
             self._load_own(states[rank])
@@ -310,16 +336,3 @@ def _require_same_way(
     }
     remedy = "Give every process the same model and the same arguments."
     require_agreement(settings, "how gradients are synchronized", remedy, group)
-
-
-def _differentiable(parameter: torch.nn.Parameter) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
-def _sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters with sparse gradients."""
-    return {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse
-    }

@@ -42,6 +42,11 @@ class LocalSteps:
         optimizers = self._trainer.strategy.optimizers
         self._averager = self._make(self._module, optimizer=optimizers[0] if optimizers else None)
 
+    def follow(self) -> None:
+        """Average parameters that were added or replaced, too. A collective then."""
+        if self._averager is not None:
+            self._averager.follow()
+
     @property
     def is_last_step(self) -> bool:
         """Whether the next step closes the window; the same on all ranks."""

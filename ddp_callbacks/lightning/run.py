@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.held import Held
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -42,22 +43,22 @@ class Run:
     def __init__(
         self,
         trainer: Any,
-        model: torch.nn.Module,
+        held: Held,
         batches: Batches,
         local: LocalSteps | None,
         synchronizer: GradientSynchronizer | None,
         verify: Verify | None,
     ) -> None:
-        self._trainer, self._model = trainer, model
+        self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
         self._verify = verify  # for the next batch
         self._losses = LossWatch()
         self.batches = batches
         self._checks: ReplicaChecks | None = None
         if synchronizer is not None:
-            self._checks = ReplicaChecks(model, synchronizer.times, trainer.strategy.on_divergence)
+            self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = Replacements()
-        self.metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
+        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self._is_padding)
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
@@ -143,6 +144,8 @@ class Run:
         verify, self._verify = self._verify, None
         if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
+        if (follower := self._synchronizer or self._local) is not None:
+            follower.follow()
         output = step()
         if not self._is_automatic:
             return output
@@ -180,6 +183,8 @@ class Run:
             context = weighed_backward(self._synchronizer, loss, *self.batches.weight_and_total)
         with context:
             yield
+        if self._synchronizer is not None and self._trainer.strategy.trains_in_callbacks:
+            self._synchronizer.weigh(*self.batches.weight_and_total)  # for the callbacks' own backwards
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
@@ -229,7 +234,7 @@ class Run:
         """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""
         of_callbacks = (value for callback in self._trainer.callbacks for value in vars(callback).values())
         averages = [value for value in of_callbacks if isinstance(value, AveragedModel)]
-        for model in (self._model, *averages):  # an AveragedModel has averaged this rank's own statistics
+        for model in (self._held, *averages):  # an AveragedModel has averaged this rank's own statistics
             if next(model.buffers(), None) is not None:
                 merge_buffers(model, self._trained)
         self._trained = 0
@@ -296,12 +301,12 @@ class Run:
         results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
         if self._trainer.training:
             self.decisions.pass_moment()
-            own = [checksum_of_replica(self._model), random_state.offer()]
+            own = [checksum_of_replica(self._held), random_state.offer()]
             checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
             random_state.accept(offered)
             if any(checksum != checksums[0] for checksum in checksums):
                 when = f"at the end of epoch {self._trainer.current_epoch}"
-                require_equal_replicas(self._model, when, on_divergence=self._trainer.strategy.on_divergence)
+                require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
         else:
             results.join(ends=True)
         results.end_pass()

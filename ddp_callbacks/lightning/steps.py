@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import ResumeOptions
+from ddp_callbacks.comm.held import optimizers_in
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -40,6 +41,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     _local: LocalSteps | None = None  # instead of it, if the gradients are not synchronized
     _run: Run | None = None  # on several processes
     _skipping: Skipping | None = None
+    _of_callbacks: list[Any] | None = None  # optimizers that are attributes of callbacks; None before a fit has its own
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Like Lightning's, but note this rank's share of the batch before. A collective in training."""
@@ -86,6 +88,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     def on_train_start(self) -> None:
         """Begin training from the current parameters. No rank trains if one wants to stop before the first epoch."""
+        self._of_callbacks = optimizers_in(self._trainer.callbacks)
         if self._run is not None:
             self._run.begin_training()
         if self._local is not None:
@@ -158,6 +161,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def takes_local_steps(self) -> bool:
         """Whether the parameters of the ranks may differ between two batches."""
         return self._local is not None
+
+    @property
+    def trains_in_callbacks(self) -> bool:
+        """Whether callbacks have optimizers."""
+        return bool(self._of_callbacks)
 
     @property
     def random_state(self) -> RunRandomState:

@@ -19,6 +19,7 @@ from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
+from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
@@ -198,19 +199,20 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             require_same_checkpoint(*loaded)
             settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
             _require_same_run(self._trainer, model, settings | {"on_divergence": self.on_divergence})
+        held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, room=1, **self._engine)
+                self._synchronizer = GradientSynchronizer(held, room=1, **self._engine)
                 self._exit.callback(self._synchronizer.close)
             else:
                 options = {name: self._engine[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
-                self._local = LocalSteps(self._trainer, model, make, self._exit)
+                self._local = LocalSteps(self._trainer, held, make, self._exit)
         if self.world_size > 1:
-            broadcast_parameters(model)
+            broadcast_parameters(held)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             batches = Batches(weight, self._reduction, sums_weights=self._local is None)
-            self._run = Run(self._trainer, model, batches, self._local, self._synchronizer, self._verify)
+            self._run = Run(self._trainer, held, batches, self._local, self._synchronizer, self._verify)
             self._exit.callback(self._run.close)
             if self._syncs_batch_norm and not self._trainer.predicting:  # in predictions, a rank has whole batches
                 self._run.synchronize_batch_norm()
@@ -225,6 +227,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if self._skipping is not None:
             self._skipping.check(self.optimizers)
         require_same_optimizers(self.optimizers)
+        self._of_callbacks = []
 
     def teardown(self) -> None:
         """End a run: remove hooks, and restore metrics and BatchNorm layers."""
@@ -305,6 +308,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         report_failure(failure)
         return True
 
+    def _trained_now(self) -> list[torch.nn.Parameter]:
+        return [] if self._of_callbacks is None else trained_by([*self.optimizers, *self._of_callbacks])
+
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
             connector = _parts.connector(trainer, "accelerator")
@@ -314,6 +320,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def _close(self) -> None:
         self._exit.close()
         self._synchronizer = self._skipping = self._run = self._local = None
+        self._of_callbacks = None
 
 
 def _prepare_data(prepare: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.compression import DTYPES, Compress, check_compress
+from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
 from ddp_callbacks.errors import ConfigurationError
@@ -21,6 +22,7 @@ from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fra
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import broadcast_all
 
 _DOING = "the averaging of the parameters"
 
@@ -77,15 +79,42 @@ class ParameterAverager:
         self._all_reduce: AllReduce | None = None
         self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         begin_run(process_group)
-        settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress} | module_settings(module)
-        require_agreement(settings, _DOING, "Give every process the same model and the same settings.", process_group)
-        is_alone = get_world_size(process_group) == 1
-        if is_alone and isinstance(sync, LocalSGD):
+        self._module, self._bucket_cap_mb, self._compress = module, bucket_cap_mb, compress
+        self._is_alone = get_world_size(process_group) == 1
+        self._start()
+
+    def _start(self) -> None:
+        """Average the parameters that the module has now. A collective."""
+        settings = {"sync": repr(self._sync), "bucket_cap_mb": self._bucket_cap_mb, "compress": self._compress}
+        settings |= module_settings(self._module)
+        require_agreement(settings, _DOING, "Give every process the same model and the same settings.", self._group)
+        self._known = Parameters(self._module)
+        if self._is_alone and isinstance(self._sync, LocalSGD):
             return
-        self._fragments = make_fragments(module, sync, bucket_cap_mb)
-        if not is_alone:
+        self._fragments = make_fragments(self._known.named, self._sync, self._bucket_cap_mb)
+        if not self._is_alone:
             devices = [fragment.anchor.device for fragment in self._fragments]
-            self._all_reduce = choose_all_reduce(resolve_group(process_group), devices, DTYPES[compress])
+            self._all_reduce = choose_all_reduce(resolve_group(self._group), devices, DTYPES[self._compress])
+
+    @outside_inference_mode
+    def follow(self) -> None:
+        """Average parameters that were added to the module, replaced, or moved to another dtype or device, too.
+
+        The window closes, and the new parameters get rank 0's values. A collective then: every rank must change its
+        model alike, between the same steps. :meth:`step` calls this; you may call it before the new parameters' first.
+
+        Raises:
+            MismatchError: The ranks' models differ.
+        """
+        changes = self._known.changes()
+        if changes is None:
+            return
+        self.outer_step()
+        broadcast_all([*changes.values()], "the new parameters", self._group)
+        state = {} if self._optimizer is None else self._optimizer.state
+        for name in changes:
+            state.get(OUTER_MOMENTUM, {}).pop(name, None)
+        self._start()
 
     @property
     def is_last_step(self) -> bool:
@@ -105,6 +134,7 @@ class ParameterAverager:
         """
         if not weight >= 0:
             raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
+        self.follow()
         self._steps += 1
         self._weight += float(weight)
         if self._steps >= self._sync.every:

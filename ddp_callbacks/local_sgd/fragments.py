@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ddp_callbacks._torch import copy_each
@@ -79,10 +81,12 @@ class Fragment:
         return [part.view(real.shape) for part, real in zip(parts, reals, strict=True)]
 
 
-def make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[Fragment]:
-    named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
-    assigned = assign_buckets([parameter for _, parameter in named], bucket_cap_mb)
-    return [Fragment(dict(named[index] for index in indices), sync) for indices in assigned]
+def make_fragments(
+    named: Mapping[str, torch.nn.Parameter], sync: LocalSGD | DiLoCo, bucket_cap_mb: float
+) -> list[Fragment]:
+    items = [*named.items()]
+    assigned = assign_buckets([*named.values()], bucket_cap_mb)
+    return [Fragment(dict(items[index] for index in indices), sync) for indices in assigned]
 
 
 def _momentum_of(name: str, anchor: torch.Tensor, momentum: dict[str, torch.Tensor]) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from torchbearer import Callback
 from torchbearer.callbacks import AggregatePredictions, CallbackList
 
 from ddp_callbacks.checkpoints import LocalStates as LocalStates
+from ddp_callbacks.comm.held import Held, optimizers_in, trained_by
 from ddp_callbacks.cross_entropy import cross_entropy_weight
 from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.errors import ConfigurationError
@@ -152,6 +153,13 @@ def share_of(state: State) -> Share:
         share: Share = state[SHARE]
         return share
     return Share(common_size(state[torchbearer.X]) or 1, None)
+
+
+def held_by(state: State) -> Held:
+    """Return what the Trial trains: model, criterion, and what else its optimizer and those of callbacks have."""
+    own = optimizers_in(state[torchbearer.CALLBACK_LIST])
+    others = {"criterion": state.get(torchbearer.CRITERION)}
+    return Held(state[torchbearer.MODEL], others, lambda: trained_by([state[torchbearer.OPTIMIZER], *own]))
 
 
 def aggregator_of(state: State) -> AggregatePredictions | None:

@@ -31,6 +31,7 @@ from ddp_callbacks.torchbearer.base import (
     LossWeight,
     State,
     Weight,
+    held_by,
     in_training_pass,
     share_of,
     wrap_methods,
@@ -125,7 +126,7 @@ class AllReduceGradients(DistributedCallback):
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = self._make(state[torchbearer.MODEL])
+            self._synchronizer = self._make(held_by(state))
             state[STEP_TIMES] = self._synchronizer.times
         if self._skip_batch is not None and self._bad is None:
             self._bad = BadBatches(self.process_group)
@@ -172,7 +173,7 @@ class AllReduceGradients(DistributedCallback):
         synchronizer = in_training_pass(self._synchronizer)
         if self.world_size == 1 or synchronizer.rounds > self._rounds_before:
             return
-        for name, parameter in state[torchbearer.MODEL].named_parameters():
+        for name, parameter in held_by(state).named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise ConfigurationError(
                     f"the gradients of step {state[torchbearer.BATCH]} were not synchronized: {name} has a gradient, "
@@ -284,19 +285,20 @@ class AverageParameters(DistributedCallback):
 
     def on_start_training(self, state: State) -> None:
         if self.averager is None:
-            self.averager = self._make(state[torchbearer.MODEL], self._sync, state[torchbearer.OPTIMIZER])
+            self.averager = self._make(held_by(state), self._sync, state[torchbearer.OPTIMIZER])
         else:
             self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
 
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)
+        in_training_pass(self.averager).follow()
 
     def on_criterion(self, state: State) -> None:
         if self.world_size == 1:
             return
         self._weight, _ = self._loss_weight.of(state)
         if not self._weight:
-            self._put_back = set_gradients_aside(state[torchbearer.MODEL])
+            self._put_back = set_gradients_aside(held_by(state))
         if self._loss_weight.reduction(state) == "sum":
             self._weight, loss = 1.0, state[torchbearer.LOSS]
             if loss.requires_grad:  # the value of the loss stays unchanged, for metrics

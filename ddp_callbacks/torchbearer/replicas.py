@@ -37,6 +37,7 @@ from ddp_callbacks.torchbearer.base import (
     State,
     aggregator_of,
     handles,
+    held_by,
     share_of,
     wrap_methods,
 )
@@ -89,12 +90,12 @@ class BroadcastParameters(DistributedCallback):
         if resumed:
             replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
         require_agreement(
-            module_settings(state[MODEL]) | self._settings(state) | optimizer_settings(state[OPTIMIZER]),
+            module_settings(held_by(state)) | self._settings(state) | optimizer_settings(state[OPTIMIZER]),
             "the Trial",
             "Run the same script with the same arguments, data and libraries in every process.",
             self.process_group,
         )
-        replicas.broadcast_parameters(state[MODEL], self.process_group)
+        replicas.broadcast_parameters(held_by(state), self.process_group)
         if not resumed:
             replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
 
@@ -192,7 +193,7 @@ class SynchronizeBuffers(DistributedCallback):
         share = share_of(state)
         self._samples += share.local
         if share.local == 0:
-            self._saved = [(buffer, buffer.clone()) for buffer in replicas.running_statistics(state[MODEL])]
+            self._saved = [(buffer, buffer.clone()) for buffer in replicas.running_statistics(held_by(state))]
 
     def on_step_training(self, state: State) -> None:
         for buffer, saved in self._saved:
@@ -200,17 +201,17 @@ class SynchronizeBuffers(DistributedCallback):
         self._saved = []
 
     def on_end_training(self, state: State) -> None:
-        replicas.merge_buffers(state[MODEL], self._samples, self.process_group)
+        replicas.merge_buffers(held_by(state), self._samples, self.process_group)
         self._samples = 0
 
     def local_state(self, state: State) -> dict[str, Any]:
-        return {"samples": self._samples, "buffers": dict(state[MODEL].named_buffers())}
+        return {"samples": self._samples, "buffers": dict(held_by(state).named_buffers())}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
         """Continue. On another number of ranks, all get the merged statistics, and count as equal parts of the pass."""
         samples = states.of("samples").of_ranks
         self._samples = states.mine["samples"] if states.is_same_world else sum(samples) / states.world_size
-        load_buffers(state[MODEL], states.of("buffers"), samples)
+        load_buffers(held_by(state), states.of("buffers"), samples)
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
@@ -266,7 +267,7 @@ class StopTogether(DistributedCallback):
 
     def on_start_training(self, state: State) -> None:
         if self._checks is None and self.world_size > 1 and STEP_TIMES in state:
-            self._checks = ReplicaChecks(state[MODEL], state[STEP_TIMES], self._on_divergence, self.process_group)
+            self._checks = ReplicaChecks(held_by(state), state[STEP_TIMES], self._on_divergence, self.process_group)
 
     def on_sample(self, state: State) -> None:
         self._mark("between steps")
@@ -283,7 +284,7 @@ class StopTogether(DistributedCallback):
     def on_checkpoint(self, state: State) -> None:
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
         stops = replicas.require_equal_replicas(
-            state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
+            held_by(state), when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
         )
         state[STOP_TRAINING] = any(stops)
 

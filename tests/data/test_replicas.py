@@ -36,7 +36,7 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replica_checks import ReplicaChecks
-from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.replicas import broadcast_parameters, merge_buffers, require_equal_replicas
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.torchbearer import DDPCallback
 
@@ -114,6 +114,37 @@ def test_a_replica_that_differs_is_named_with_tensor_rank_host_and_distance(name
         assert "the ranks hold different models at the end of epoch 3" in headline
         assert named.strip().startswith(says.format(who=f"rank 1 ({HOSTNAME}) differs from rank {others}, by up to"))
         assert 0 < float(named.split()[-1]) < 1e-5 or name != "a bit"
+
+
+@WORLD
+def test_a_buffer_that_follows_each_ranks_data_is_named_before_rank_0s_overwrites_it() -> None:
+    """Rank 0 names buffers outside BatchNorm that differ; non-persistent ones stay each rank's own."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.BatchNorm1d(2), Odd())
+    model[1].graph = None  # sparse tensors are not sent
+    model[1].count.add_(rank)
+    model[0].running_mean.add_(rank)
+    model[0].num_batches_tracked.add_(rank)
+    model[1].cache = torch.zeros(4 + rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        merge_buffers(model, 1)
+        merge_buffers(model, 1)
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (rank == 0)
+    assert all(text.startswith("buffer 1.count differed between the ranks") for text in said), said
+    assert (int(model[1].count), len(model[1].cache)) == (3, 4 + rank)
+    assert model[0].running_mean.tolist() == [0.5, 0.5]
+    broadcast_parameters(model)
+    assert len(model[1].cache) == 4 + rank
+
+
+@WORLD
+def test_a_buffer_of_another_shape_on_a_rank_is_named_before_an_evaluation() -> None:
+    model = Odd()
+    model.count = torch.zeros(2 + dist.get_rank(), 3)
+    with pytest.raises(MismatchError, match=re.escape("buffer count: [2, 3] float32 on rank 0; [3, 3] float32 on")):
+        merge_buffers(model, 1)
 
 
 @WORLD.on(WIDE)

@@ -170,6 +170,39 @@ def test_a_sum_that_is_added_to_a_mean_counts_as_a_sum() -> None:
     sync.close()
 
 
+def new_head(model: Any) -> None:
+    model[-2] = nn.Linear(FEATURES, FEATURES).double()  # drawn apart
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.float()
+    model.double()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {each.__name__: each for each in (new_head, assigned, there_and_back)}
+
+
+@WORLD.each(CHANGES)
+def test_a_model_that_changes_between_two_steps_still_has_the_gradient_of_the_whole_batch(name: str) -> None:
+    """Parameters that were replaced, added or moved are synchronized, with their weights."""
+    sync, rank = GradientSynchronizer(model := mlp()), dist.get_rank()
+    sync.weigh(1 + 2 * rank, 4)
+    backward(model, 0)
+    torch.manual_seed(rank)
+    CHANGES[name](model)
+    model.zero_grad()
+    sync.weigh(1 + 2 * rank, 4)
+    backward(model, 1)
+    losses = [mean_loss(model(batch(other, 1))) for other in range(2)]
+    expected = torch.autograd.grad((losses[0] + 3 * losses[1]) / 4, list(model.parameters()))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected), rtol=1e-12, atol=0)
+    sync.close()
+
+
 @WORLD
 def test_what_a_program_computes_by_autograd_grad_is_not_weighted() -> None:
     sync = GradientSynchronizer(model := mlp())
@@ -284,6 +317,13 @@ def a_hook_afterwards() -> None:
     backward(model, 0)
 
 
+def a_layer_that_the_forward_pass_makes() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    sync.weigh(1)
+    new_head(model)
+    backward(model, 0)
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -296,6 +336,7 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     ),
     a_hook_before: (f"2.weight {HOOK}",),
     a_hook_afterwards: (f"0.weight {HOOK}",),
+    a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
 

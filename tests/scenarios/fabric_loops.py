@@ -462,6 +462,19 @@ def frozen_layers_and_a_compiled_model(strategy: Any) -> Any:
 
 
 @scenario
+def a_temperature_that_only_the_optimizer_has(strategy: Any) -> Any:
+    made = fabric(strategy)
+    model: Any = network()
+    temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    model, optimizer = made.setup(model, torch.optim.SGD([*model.parameters(), temperature], 0.1))
+    for x, y in made.setup_dataloaders(loader(29, 8)):
+        optimizer.zero_grad()
+        made.backward(F.cross_entropy(model(x) * temperature, y))
+        optimizer.step()
+    return values(model), temperature.detach().clone()
+
+
+@scenario
 def samples_that_no_loader_gave(strategy: Any) -> Any:
     """Each process makes the same batch itself: all count the same, also behind a last batch that some have none of."""
     made, model, optimizer = begin(strategy)

@@ -947,3 +947,30 @@ def compiled(strategy: Any) -> Any:
     made, module = trainer(strategy), Silent()
     made.fit(torch.compile(module, backend="aot_eager"), loader(24, 8), loader(8, 8, 9))
     return outcome(made, module)
+
+
+class Online(pl.Callback):
+    """Trains its own classifier on what the module computes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.evaluator = nn.Linear(CLASSES, CLASSES).double()
+        self.optimizer = torch.optim.SGD(self.evaluator.parameters(), 0.1)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        nn.functional.cross_entropy(self.evaluator(module(batch[0]).detach()), batch[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.evaluator.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.evaluator.load_state_dict(state_dict)
+
+
+@scenario
+def a_classifier_that_a_callback_trains(strategy: Any) -> Any:
+    online = Online()
+    found = fit(strategy, Net(), loader(29, 8), loader(13, 5, 9), callbacks=[online])
+    return found | {"evaluator": online.evaluator.weight.detach().clone()}

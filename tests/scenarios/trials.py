@@ -725,6 +725,28 @@ class DrawsAtEpochs(Callback):
                 parameter.add_(scale * noise)
 
 
+class Uncertainty(nn.Module):
+    """Weighs two losses by learned variances, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        losses = torch.stack([nn.functional.cross_entropy(scores, target), scores.square().mean()])
+        return (self.log_var.neg().exp() * losses + self.log_var).sum()
+
+
+@scenario
+def a_criterion_that_is_trained(extra: Extra) -> Any:
+    criterion = Uncertainty()
+    made = trial(extra(), None, lambda own: torch.optim.Adam([*own, *criterion.parameters()], 0.05), criterion)
+    result = train(made, DataLoader(data(29), 8, shuffle=True), DataLoader(data(13, 9), 4))
+    return result, criterion.log_var.detach().clone()
+
+
 @scenario
 def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
     made = trial(extra(), callbacks=[DrawsAtEpochs()])

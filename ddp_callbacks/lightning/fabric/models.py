@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.processes import SAME_EVERYWHERE, VERSIONS
 from ddp_callbacks.process_group.runs import begin_run
@@ -33,6 +35,7 @@ class Models:
     def __init__(self, make: Callable[[torch.nn.Module], GradientSynchronizer]) -> None:
         self._make = make
         self._models: list[_Model] = []
+        self._trained: list[list[torch.nn.Parameter]] = []  # by optimizer
         self.synchronizer: GradientSynchronizer | None = None
         self._has_trained, self._samples = False, 0  # since the buffers were merged
 
@@ -48,8 +51,14 @@ class Models:
             self._models.append(_Model(module))
         if self.synchronizer is not None:
             self.synchronizer.close()
-        self.synchronizer = self._make(self.whole())
+        self.synchronizer = self._make(Held(self.whole(), trained=lambda: [*chain.from_iterable(self._trained)]))
         broadcast_parameters(module)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Synchronize parameters of an optimizer that no model has, such as those of a criterion. A collective."""
+        self._trained.append(trained_by([optimizer]))
+        if self.synchronizer is not None:
+            self.synchronizer.follow()
 
     def whole(self) -> torch.nn.Module:
         """Return all models as one module; a single model as it is."""
@@ -79,13 +88,16 @@ class Models:
         if self.synchronizer is not None:
             self.synchronizer.close()
             self.synchronizer = None
-        self._models = []
+        self._models, self._trained = [], []
 
     def _forget_lost(self) -> None:
         """Drop the models that no rank has any more, such as those of earlier folds. A collective."""
         kept = [model.user_s() is not None for model in self._models]
         rows = all_gather_object(kept, "which models are in use")
-        self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
+        found = [*zip(self._models, map(any, zip(*rows, strict=True)), strict=True)]
+        lost = {id(parameter) for model, is_kept in found if not is_kept for parameter in model.parts.parameters()}
+        self._models = [model for model, is_kept in found if is_kept]
+        self._trained = [each for each in self._trained if lost.isdisjoint(map(id, each))]
 
 
 class _Model:

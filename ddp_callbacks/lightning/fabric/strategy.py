@@ -137,8 +137,9 @@ class CallbackFabricMixin(ProcessesMixin):
         return module
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Compare the optimizers of the processes. A collective."""
+        """Compare the optimizers of the processes, and synchronize all that they train. A collective."""
         require_same_optimizers([optimizer])
+        self._models.add_optimizer(optimizer)
         return optimizer
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
