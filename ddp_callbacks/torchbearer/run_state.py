@@ -65,6 +65,9 @@ class RunState:
         before = {} if self._recovery is None else self._recovery.at_start(found, self._trial.state[torchbearer.DEVICE])
         for name, values in before.items():
             vars(self._others[name]).update(values)
+        for name, loader in self._loaders().items() if self._recovery is not None else ():
+            before_pass = self._recovery.at_start({name: loader.attributes.plain()}, "cpu")
+            loader.attributes.start_from(before_pass.get(name, {}))
         found |= before
         self._at_start = {name: attributes.checksums_of(values) for name, values in found.items()}
 
