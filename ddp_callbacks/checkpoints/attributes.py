@@ -20,7 +20,7 @@ from ddp_callbacks.data.nested import is_array
 
 Checksums = dict[str, int]  # of the attributes, by name
 
-_SCALARS = (type(None), bool, int, float, str)
+_SCALARS = frozenset({type(None), bool, int, float, str})
 _TENSOR, _ARRAY, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: an array", "ddp_callbacks: a deque"
 
 
@@ -64,7 +64,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, deque):
         return {_DEQUE: [encode(entry) for entry in value], "maxlen": value.maxlen}
     if isinstance(value, list | tuple):
-        return type(value)(map(encode, value))
+        return type(value)(value if _is_flat(value) else map(encode, value))
     return value.item() if _is_numpys(value) else value
 
 
@@ -92,8 +92,15 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(value: Any, known: Collection[int], largest: int) -> bool:
+    if _is_flat(value):
+        return len(value) <= largest
     leaves = list(itertools.islice(_leaves(value), largest + 1))
     return sum(map(_size_of, leaves)) <= largest and all(_is_plain_leaf(leaf, known) for leaf in leaves)
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple of scalars, which may be long."""
+    return type(value) in (list, tuple) and _SCALARS.issuperset(map(type, value))
 
 
 def _size_of(leaf: Any) -> int:
