@@ -119,7 +119,7 @@ class Recovery:
         return self._file is not None
 
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
-        """Return the attributes of these objects as they were when they were first noted in this call, if they were. Local.
+        """Return the attributes of objects as they were when this call first noted them, if it has. Local.
 
         A copy has only those that the run had changed by then.
 

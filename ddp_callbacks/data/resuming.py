@@ -163,8 +163,8 @@ class Resumable(ShardedLoader):
             expected = state["about"].get(name, found)
             if found != expected:
                 raise ConfigurationError(
-                    f"{name} must be {expected!r}, as in the run that was saved in the middle of a pass, got {found!r}. "
-                    f"Resume with {expected!r}, or from a state that was saved between two passes."
+                    f"{name} must be {expected!r}, as in the run that was saved in the middle of a pass, got "
+                    f"{found!r}. Resume with {expected!r}, or from a state that was saved between two passes."
                 )
         saved, world_size = state["world_size"], self._source.divider.world_size
         if self._source.divider.division != "global" and saved != world_size:

@@ -278,11 +278,15 @@ def test_a_count_of_passes_that_cannot_be_saved_is_an_error(loader: Callable[[],
     """An order that cannot go on raises an error."""
     first = resumable_loader(loader())
     state = [list(first), list(first), first.state_dict()][-1]
-    with pytest.raises(ConfigurationError, match=r"does not (yield|draw) the batches of the run .* in plain attributes"):
+    with pytest.raises(
+        ConfigurationError, match=r"does not (yield|draw) the batches of the run .* in plain attributes"
+    ):
         left(resumable_loader(loader()), state)
     batches = resumable_loader(iter([torch.ones(2)] * 3))
     state = [list(batches), batches.state_dict()][-1]
-    with pytest.raises(ConfigurationError, match=r"a list_iterator cannot begin a pass again, .* give an iterable whose"):
+    with pytest.raises(
+        ConfigurationError, match=r"a list_iterator cannot begin a pass again, .* give an iterable whose"
+    ):
         left(resumable_loader(iter([torch.ones(2)] * 3)), state)
 
 
