@@ -1,7 +1,7 @@
 """Save the plain attributes of a user's objects that a run changes.
 
-Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these. The file has only those that
-changed since the run began: a script may give the others new values before it resumes.
+Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these. The file has
+only those that changed since the run began: a script may give the others new values before it resumes.
 """
 
 from __future__ import annotations
