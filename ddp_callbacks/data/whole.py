@@ -106,9 +106,14 @@ class _WholePass(Pass):
     def position(self, batches: int | None) -> dict[str, Any]:
         whole, used = self._whole, self.count_used(batches)
         drawn = min(used * whole.divider.per_step, self._drawn)
-        checksum = dict(self._checksums).get(drawn)
-        found = {"batches": used, "drawn": drawn, "checksum": checksum, "begin": self.state.begin}
-        found |= {"attributes": self._attributes, "again": {"drawn": 1, "checksum": self._first}}
+        found: dict[str, Any] = {
+            "batches": used,
+            "drawn": drawn,
+            "checksum": dict(self._checksums).get(drawn),
+            "again": {"drawn": 1, "checksum": self._first},
+            "begin": self.state.begin,
+            "attributes": self._attributes,
+        }
         if not whole.is_stateful:
             return found
         if used != self.used:
