@@ -1,12 +1,14 @@
 """Save the plain attributes of a user's objects that a run changes.
 
-Plain attributes are numbers, text, tensors, and lists, tuples, dicts and deques of these. The file has only those that
-changed since the run began: a script may give the others new values before it resumes.
+Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these. The file has
+only those that changed since the run began: a script may give the others new values before it resumes.
 """
 
 from __future__ import annotations
 
+import itertools
 import numbers
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -14,23 +16,23 @@ from typing import Any
 import torch
 
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.nested import is_array
 
 Checksums = dict[str, int]  # of the attributes, by name
 
-_SCALARS = (type(None), bool, int, float, str)
-_TENSOR, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: a deque"
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_TENSOR, _ARRAY, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: an array", "ddp_callbacks: a deque"
 
 
-def plain_attributes(owner: object, known: Collection[int] = ()) -> dict[str, Any]:
+def plain_attributes(owner: object, known: Collection[int] = (), largest: int = sys.maxsize - 1) -> dict[str, Any]:
     """Return the attributes of an object that can be saved, by name, without copying them.
 
     Args:
         known: The result of :func:`memory_of_model`. Tensors in this memory are left out: a loaded copy would no longer
             belong to the model.
+        largest: Attributes with more numbers and texts are left out.
     """
-    return {
-        name: value for name, value in vars(owner).items() if all(_is_plain(leaf, known) for leaf in _leaves(value))
-    }
+    return {name: value for name, value in vars(owner).items() if _is_plain(value, known, largest)}
 
 
 def memory_of_model(module: torch.nn.Module) -> set[int]:
@@ -55,12 +57,14 @@ def encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
         return copy if copy.is_cpu else {_TENSOR: copy}
+    if is_array(value):
+        return {_ARRAY: torch.tensor(value)}
     if isinstance(value, dict):
         return {key: encode(entry) for key, entry in value.items()}
     if isinstance(value, deque):
         return {_DEQUE: [encode(entry) for entry in value], "maxlen": value.maxlen}
     if isinstance(value, list | tuple):
-        return type(value)(map(encode, value))
+        return type(value)(value if _is_flat(value) else map(encode, value))
     return value.item() if _is_numpys(value) else value
 
 
@@ -69,6 +73,8 @@ def decode(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
             return value[_TENSOR].to(device)
+        if _ARRAY in value:
+            return value[_ARRAY].numpy()
         if _DEQUE in value:
             return deque((decode(entry, device) for entry in value[_DEQUE]), value["maxlen"])
         return {key: decode(entry, device) for key, entry in value.items()}
@@ -85,10 +91,30 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(entry)
 
 
-def _is_plain(leaf: Any, known: Collection[int]) -> bool:
-    """Whether ``leaf`` is a scalar, or a tensor outside the ``known`` memory."""
+def _is_plain(value: Any, known: Collection[int], largest: int) -> bool:
+    if _is_flat(value):
+        return len(value) <= largest
+    leaves = list(itertools.islice(_leaves(value), largest + 1))
+    return sum(map(_size_of, leaves)) <= largest and all(_is_plain_leaf(leaf, known) for leaf in leaves)
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple of scalars, which may be long."""
+    return type(value) in (list, tuple) and _SCALARS.issuperset(map(type, value))
+
+
+def _size_of(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numel() if is_dense(leaf) else 1
+    return leaf.size if is_array(leaf) else len(leaf) if isinstance(leaf, str) else 1
+
+
+def _is_plain_leaf(leaf: Any, known: Collection[int]) -> bool:
+    """Whether ``leaf`` is a scalar, an array of numbers, or a tensor outside the ``known`` memory."""
     if type(leaf) is torch.Tensor and is_dense(leaf):
         return leaf.untyped_storage().data_ptr() not in known
+    if is_array(leaf) and not isinstance(leaf, torch.Tensor):
+        return leaf.dtype.kind in "biufc"
     return type(leaf) in _SCALARS or _is_numpys(leaf)
 
 

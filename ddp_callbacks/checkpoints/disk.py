@@ -24,6 +24,7 @@ from ddp_callbacks.files import write_atomically
 
 _ZIP = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _SEAL = b"ddp_callbacks"  # before the checksum, in the comment of the zip file
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the class that weights_only excludes, in torch's message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that this process has found damaged
@@ -158,15 +159,15 @@ def _load(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any] | N
     if seal == _SEAL:  # check this first: a damaged pickle could do anything
         return load_whole(file, path, weights_only) if zlib.crc32(data[:-4]) == checksum else None
     if start != _ZIP:
-        if start.strip(b"\0"):
+        if start.strip(b"\0") and _SEAL not in file.getvalue():
             raise not_ours(path)
         return None
     try:
         return load_whole(file, path, weights_only)
     except CheckpointError as error:
-        if isinstance(error.__cause__, RuntimeError):  # torch cannot read a zip file without its end
-            return None
-        raise
+        if error.__cause__ is None or _GLOBAL.search(str(error.__cause__)):
+            raise
+        return None  # torch may raise anything for a damaged file
 
 
 def load_whole(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def load_whole(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any
     try:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        found = _GLOBAL.search(str(error))
         raise CheckpointError(
             f"{path} holds objects that are neither tensors nor plain data{f' ({found[1]})' if found else ''}, and to "
             "read them may run code. If you trust the file, pass weights_only=False to Resume or CheckpointFile."

@@ -119,7 +119,7 @@ class Recovery:
         return self._file is not None
 
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
-        """Return the attributes of the host's objects as they were when the call began; at that begin, nothing. Local.
+        """Return the attributes of objects as they were when this call first noted them, if it has. Local.
 
         A copy has only those that the run had changed by then.
 
@@ -127,10 +127,9 @@ class Recovery:
             attributes: Plain attributes, by the object's name and their own.
             device: For tensors that were not on the CPU.
         """
-        if not self._at_start:
-            self._at_start = {name: encode(values) for name, values in attributes.items()}
-            return {}
-        return {name: decode(values, device) for name, values in self._at_start.items()}
+        known = {name: decode(self._at_start[name], device) for name in attributes if name in self._at_start}
+        self._at_start = {name: encode(values) for name, values in attributes.items()} | self._at_start
+        return known
 
     def read(self) -> Saved | None:
         """Return the newest copy of this call that a rank has; ``None`` if none has any. A collective."""

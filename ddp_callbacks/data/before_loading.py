@@ -16,6 +16,7 @@ from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order, Start
+from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
@@ -85,8 +86,8 @@ class Part(Source):
 
     def __init__(self, loader: DataLoader[Any], divider: Divider, group: dist.ProcessGroup | None) -> None:
         self.sampler: Any = loader.batch_sampler or loader.sampler
-        sources = (loader, self.sampler, getattr(self.sampler, "sampler", None))
-        super().__init__(copied_loader(loader), sources, divider, group)
+        objects = {"loader": loader} | objects_of_order(sampler=self.sampler)
+        super().__init__(copied_loader(loader), objects, divider, group)
         self.has_batches = loader.batch_sampler is not None or isinstance(self.sampler, BatchSampler)
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
@@ -105,6 +106,10 @@ class Part(Source):
         return self.begun.draw()
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        if start and start.last:
+            past, is_shared = start._replace(position=start.last), not self.is_own
+            drawn = start.last["drawn"]
+            Order(self.sampler, self.sources, self.group, is_shared=is_shared, start=past, used=drawn).begin()
         self.begun = _PartPass(self, limit, start)
         with spared_workers(self.loader):
             batches = iter(self.loader)

@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -69,15 +69,21 @@ class Source:
 
     Args:
         loader: The iterable of batches.
-        sources: Objects whose attributes may be random generators.
+        objects: Those on which the order depends, by name: their generators and other attributes.
         divider: Chooses this rank's part of each step.
         group: The ranks' process group; ``None`` is the default group.
+
+    Attributes:
+        is_stateful: Whether the loader resumes by a ``state_dict`` of its own.
     """
 
+    is_stateful = False
+
     def __init__(
-        self, loader: Any, sources: tuple[Any, ...], divider: Divider, group: dist.ProcessGroup | None
+        self, loader: Any, objects: Mapping[str, object], divider: Divider, group: dist.ProcessGroup | None
     ) -> None:
-        self.loader, self.sources, self.divider, self.group = loader, sources, divider, group
+        self.loader, self.objects, self.divider, self.group = loader, objects, divider, group
+        self.sources = tuple(objects.values())
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         """Begin a pass. A collective if every rank produces the whole batches."""

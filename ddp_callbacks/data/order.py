@@ -25,6 +25,7 @@ from ddp_callbacks.data.global_state import (
     states_of_generators,
 )
 from ddp_callbacks.data.nested import length_of
+from ddp_callbacks.data.order_state import LARGEST, Attributes, OrderAttributes
 from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
@@ -41,13 +42,24 @@ class Start(NamedTuple):
         number: The number of the pass, from 0.
         before: The random states when ``iter`` was called.
         position: The position of an earlier run; ``None``: the pass begins at the first batch.
+        last: Where the pass before, of an earlier run, ended, if it is to be compared.
         draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
+        attributes: Those of the objects on which the order depends.
+        plain: A copy of them when ``iter`` was called.
     """
 
     number: int
     before: State
     position: Mapping[str, Any] | None
+    last: Mapping[str, Any] | None
     draws_from_before: bool
+    attributes: OrderAttributes
+    plain: Attributes
+
+    def put_back(self, sources: Sequence[object]) -> None:
+        """Set the random states and the attributes as they were when ``iter`` was called."""
+        set_global_state(self.before, sources)
+        self.attributes.put(self.plain)
 
 
 class Order(Iterable[Any]):
@@ -88,6 +100,7 @@ class Order(Iterable[Any]):
         self._drawn, self._last = used, None  # number of batches drawn; the last one
         self._position = start.position if start and start.position and start.position["drawn"] else None
         self.seed = self._position["seed"] if self._position else 0
+        self._attributes: Attributes = {}  # when the pass began
 
     def begin(self) -> None:
         """On ranks that run the sampler, move it to the position of an earlier run, or to the first batch. Local."""
@@ -95,8 +108,9 @@ class Order(Iterable[Any]):
             return
         if self._start and self._position:
             self._begin = self._position["begin"]
+            self._start.attributes.load(self._position.get("attributes", {}))
             self._draw_again(self._position)
-            set_global_state(self._start.before, self._sources)
+            self._start.put_back(self._sources)
         else:
             self._go_to(0)
 
@@ -105,6 +119,7 @@ class Order(Iterable[Any]):
         if self._begin:
             set_global_state(self._begin, self._sources)
         self._begin = get_global_state(self._sources)
+        self._attributes = self._start.attributes.take() if self._start else {}
         number_of_pass = self._start.number if self._start else 0
         self.seed = self.seed or digest_of(number_of_pass, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState()
@@ -122,8 +137,9 @@ class Order(Iterable[Any]):
                 f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
                 f"{position['drawn'] - 1} of the pass has the indices {self._again[-1:]}, and had {position['last']}. "
                 "Resume with the data set, the batch size and the sampler of that run, and take its randomness from "
-                "torch's, Python's or NumPy's global random state, or from generators that are its attributes. If it "
-                "depends on the epoch, call set_epoch."
+                "torch's, Python's or NumPy's global random state, or from generators that are its attributes. What "
+                f"else it depends on must be in plain attributes of at most {LARGEST} values, or be set before the "
+                "pass, as by set_epoch."
             )
         self._again = self._again[:unused]
 
@@ -181,7 +197,10 @@ class Order(Iterable[Any]):
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
-        return self._position or {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
+        if self._position:
+            return self._position
+        found = {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
+        return found | {"attributes": self._attributes}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

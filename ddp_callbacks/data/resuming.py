@@ -7,11 +7,11 @@ loaders resume.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_callbacks._torch import has_persistent_workers
 from ddp_callbacks.data.global_state import (
@@ -23,8 +23,9 @@ from ddp_callbacks.data.global_state import (
     set_state_of,
     states_of_generators,
 )
-from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.iterator import Pass, ShardedIterator
 from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.data.workers import keep_workers
@@ -36,6 +37,9 @@ class Resumable(ShardedLoader):
 
     Args:
         args: The arguments of :class:`~ddp_callbacks.data.sharding.ShardedLoader`.
+
+    Attributes:
+        attributes: The plain attributes on which the order depends, of samplers and iterable data sets.
     """
 
     is_resumable = True
@@ -43,8 +47,11 @@ class Resumable(ShardedLoader):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._passes = 0  # number of passes that have begun
+        self._pass: Pass | None = None  # the last one that has begun in this run
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
+        self._last: Mapping[str, Any] | None = None  # where the pass before, of an earlier run, ended
         self._had_workers = False
+        self.attributes = OrderAttributes({**self._source.objects, "loader": self._source.loader})
         if isinstance(self._source.loader, DataLoader):
             keep_workers(self._source.loader)
 
@@ -63,17 +70,24 @@ class Resumable(ShardedLoader):
             ConfigurationError: The iterator returned fewer batches. Or ``batches`` is smaller than their number, and
                 the loader has a ``state_dict`` of its own, which includes every batch drawn.
         """
-        current = None if self.iterator is None or self.iterator.current.is_over else self.iterator.current
-        position = current.position(batches) if current and self._resumed is None else self._resumed
+        is_within = self.iterator is not None and not self.iterator.current.is_over
+        position, last = self._resumed, self._last
+        if self._pass is not None and is_within:
+            position = self._pass.position(batches)
+        elif self._pass is not None and not self._source.is_stateful:
+            last = self._pass.position(None)
+        within, before, now = self.attributes.changed(*map(_attributes_of, (position, last)), self.attributes.take())
         return {
             "about": self._about(),
             "rank": self._source.divider.rank,
             "world_size": self._source.divider.world_size,
-            "passes": self._passes - (self._resumed is None and current is not None),
+            "passes": self._passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
+            "attributes": now,
             "has_workers": self._had_workers or self._keeps_workers(),
             "data": [get_state_of(generator) for generator in self._generators_of_data()],
-            "pass": position,
+            "pass": position and {**position, "attributes": within},
+            "last": last and {**last, "attributes": before},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,9 +104,11 @@ class Resumable(ShardedLoader):
             self._require_same(state)
         self.end()
         self.shares.clear()
-        self._resumed = state["pass"]
+        self._pass, self._resumed = None, state["pass"]
+        self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
         self._passes, self._had_workers = state["passes"], state["has_workers"]
         set_generators(self._source.sources, state["generators"])
+        self.attributes.load(state.get("attributes", {}))
         if (state["rank"], state["world_size"]) == (self._source.divider.rank, self._source.divider.world_size):
             for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
                 set_state_of(generator, saved)
@@ -100,15 +116,23 @@ class Resumable(ShardedLoader):
     def start_afresh(self) -> None:
         """Forget the position that :meth:`load_state_dict` has set: the next pass begins at the first batch. Local."""
         if self._resumed is not None:
+            self._last = _to_compare(self._resumed)
             self._resumed, self._passes = None, self._passes + 1
 
     def __iter__(self) -> ShardedIterator:
         before, resumed = get_global_state(self._source.sources), self._resumed
         starts_workers = self._had_workers and not self._keeps_workers()
-        start = Start(self._passes, before, resumed, starts_workers)
-        self._resumed, self._had_workers = None, False
+        if self._last is not None and isinstance(self.loader, Iterator):
+            raise ConfigurationError(
+                f"a {type(self.loader).__name__} cannot begin a pass again, and goes on where the last one ended. To "
+                "resume, give an iterable whose __iter__ begins a pass."
+            )
+        start = Start(
+            self._passes, before, resumed, self._last, starts_workers, self.attributes, self.attributes.take()
+        )
+        self._resumed, self._last, self._had_workers = None, None, False
         iterator = self._iterate(start)
-        self._passes += 1
+        self._pass, self._passes = iterator.current, self._passes + 1
         if resumed is not None:
             set_global_state(before, () if resumed["drawn"] else self._source.sources)
         return iterator
@@ -122,6 +146,7 @@ class Resumable(ShardedLoader):
         return isinstance(self._source.loader, DataLoader) and has_persistent_workers(self._source.loader)
 
     def _about(self) -> dict[str, Any]:
+        is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
         try:
             samples = len(self.loader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
@@ -130,14 +155,16 @@ class Resumable(ShardedLoader):
             "samples in the data set": samples,
             "samples in a batch": getattr(self.loader, "batch_size", None),
             "batch_size": self._source.divider.division,
+            "num_workers of an iterable data set": getattr(self.loader, "num_workers", None) if is_iterable else None,
         }
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
         for name, found in self._about().items():
-            if found != state["about"][name]:
+            expected = state["about"].get(name, found)
+            if found != expected:
                 raise ConfigurationError(
-                    f"{name} must be {state['about'][name]!r}, as in the run that was saved in the middle of a pass, "
-                    f"got {found!r}. Resume with the same loader, or start the pass afresh."
+                    f"{name} must be {expected!r}, as in the run that was saved in the middle of a pass, got "
+                    f"{found!r}. Resume with {expected!r}, or from a state that was saved between two passes."
                 )
         saved, world_size = state["world_size"], self._source.divider.world_size
         if self._source.divider.division != "global" and saved != world_size:
@@ -146,6 +173,17 @@ class Resumable(ShardedLoader):
                 f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. "
                 f'Resume with {saved}, or use batch_size="global" and no DistributedSampler.'
             )
+
+
+def _attributes_of(position: Mapping[str, Any] | None) -> Attributes:
+    return position.get("attributes", {}) if position else {}
+
+
+def _to_compare(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the part of a pass that is drawn again once it is over: its last batch, or the first of whole batches."""
+    if not position or not position["drawn"] or "loader" in position:
+        return None
+    return {**position, **position.get("again", {})}
 
 
 class ResumableDataLoader(Resumable, ShardedDataLoader):  # type: ignore[misc]

@@ -10,7 +10,6 @@ any other iterable            every rank produces the used batches again and dro
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -20,19 +19,21 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, override
+from ddp_callbacks._torch import copied_loader, end_workers, keeps_iterator, override
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
 from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.order_state import LARGEST, objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
 from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
 _END = object()
+_KEPT = 8  # steps that a host may have drawn ahead
 
 
 class _WholePass(Pass):
@@ -41,9 +42,12 @@ class _WholePass(Pass):
     def __init__(self, whole: Whole, limit: int | None, start: Start | None) -> None:
         super().__init__(limit, start)
         self._whole = whole
-        self._drawn = self._checksum = 0  # number of batches produced in this pass; of the first batch
-        if position := self.resumed:
-            self._drawn, self._checksum = position["drawn"], position["first"]
+        self._drawn = self._checksum = self._first = 0  # batches produced in this pass; checksums of all, of the first
+        self._checksums: deque[tuple[int, int]] = deque(maxlen=_KEPT * whole.divider.per_step)
+        self._attributes = start.attributes.take() if start else {}  # when the pass began
+        if start and (position := self.resumed):
+            self._attributes = position.get("attributes", {})
+            start.attributes.load(self._attributes)
             set_global_state(position["begin"], whole.sources)
             if whole.is_stateful:
                 whole.loader.load_state_dict(position["loader"])
@@ -52,22 +56,32 @@ class _WholePass(Pass):
     def skip(self, batches: Iterator[Any]) -> None:
         """Skip the batches that an earlier run used. Call it after ``iter``."""
         whole = self._whole
-        if self.start is None or self.resumed is None or not self._drawn:
+        if self.start is None or self.resumed is None or not self.resumed["drawn"]:
             return
         if whole.is_stateful:
-            self.state.state = self.resumed["drawing"]
+            self._drawn, self.state.state = self.resumed["drawn"], self.resumed["drawing"]
             set_global_state(self.start.before, whole.sources)
             return
         with self.state.drawing():
-            found = checksum_of_content(next(batches, None))
-            collections.deque(itertools.islice(batches, self._drawn - 1), maxlen=0)
-        if found != self._checksum:
+            for batch in itertools.islice(batches, self.resumed["drawn"]):
+                self._note(batch)
+        expected = self.resumed.get("checksum")
+        if expected is not None and (self._drawn, self._checksum) != (self.resumed["drawn"], expected):
             raise ConfigurationError(
-                f"{name_of(whole.loader)} does not yield the batches of the run that was saved: the first batch of the "
-                f"pass has the checksum {found}, and had {self._checksum}. Resume with the data set and the batch size "
-                "of that run, and take its randomness from torch's, Python's or NumPy's global random state, or from "
-                "generators that are its attributes."
+                f"{name_of(whole.loader)} does not yield the batches of the run that was saved: the first "
+                f"{self._drawn} of the pass have the checksum {self._checksum}, and the {self.resumed['drawn']} there "
+                f"had {expected}. Resume with the data set and the batch size of that run, and take "
+                "its randomness from torch's, Python's or NumPy's global random state, or from generators that are "
+                f"its attributes. What else it depends on must be in plain attributes of at most {LARGEST} values, or "
+                "be set before the pass, as by set_epoch."
             )
+        self.start.attributes.put(self.start.plain)
+
+    def _note(self, batch: Any) -> None:
+        self._drawn += 1
+        self._checksum = checksum_of_content(batch, self._checksum)
+        self._checksums.append((self._drawn, self._checksum))
+        self._first = self._first or self._checksum
 
     def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
         whole = self._whole
@@ -83,18 +97,23 @@ class _WholePass(Pass):
                 return
             if number == 0:
                 self._whole.require_divisible(batch)
-            if not self._drawn:
-                self._checksum = checksum_of_content(batch)
+            self._note(batch)
             if self._whole.divider.division == "global":
                 # Lightning and Torchbearer draw one batch ahead.
                 self.first = batch if number == 0 else self.first if number == 1 else None
-            self._drawn += 1
             yield batch
 
     def position(self, batches: int | None) -> dict[str, Any]:
         whole, used = self._whole, self.count_used(batches)
         drawn = min(used * whole.divider.per_step, self._drawn)
-        found = {"batches": used, "drawn": drawn, "first": self._checksum, "begin": self.state.begin}
+        found: dict[str, Any] = {
+            "batches": used,
+            "drawn": drawn,
+            "checksum": dict(self._checksums).get(drawn),
+            "again": {"drawn": 1, "checksum": self._first},
+            "begin": self.state.begin,
+            "attributes": self._attributes,
+        }
         if not whole.is_stateful:
             return found
         if used != self.used:
@@ -120,7 +139,6 @@ class Whole(Source):
     def __init__(
         self, loader: Any, divider: Divider, group: dist.ProcessGroup | None, is_resumable: bool = False
     ) -> None:
-        sources = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
         self._items_are_samples = _yields_samples(loader)
         # Hosts draw a batch ahead from a loader without a length, so its state would include a batch too many.
         self.is_stateful = is_resumable and has_state(loader) and length_of(loader) is not None
@@ -133,14 +151,23 @@ class Whole(Source):
             loader = copied_loader(loader)
             if not self.is_stateful:
                 override(loader, persistent_workers=False)  # otherwise workers' draws depend on earlier passes
-        super().__init__(loader, sources, divider, group)
+        roots = {"loader": loader, "sampler": getattr(loader, "sampler", None)}
+        super().__init__(loader, objects_of_order(**roots, dataset=getattr(loader, "dataset", None)), divider, group)
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        if start and start.last:
+            _, batches = self._begin(None, start._replace(position=start.last))
+            end_workers(batches)
+            start.put_back(self.sources)
+        begun, batches = self._begin(limit, start)
+        return ShardedIterator(self, begun, batches, shares)
+
+    def _begin(self, limit: int | None, start: Start | None) -> tuple[_WholePass, Iterator[Any]]:
         begun = _WholePass(self, limit, start)
         with begun.state.drawing(), spared_workers(self.loader):
             batches = iter(self.loader)
         begun.skip(batches)
-        return ShardedIterator(self, begun, batches, shares)
+        return begun, batches
 
     def size_of(self, batch: Any) -> int:
         """Return the number of samples in a batch; 1 for a batch that is not divided.
@@ -179,10 +206,14 @@ class Whole(Source):
         _require_samples_first(self.loader, batch)
 
 
-def checksum_of_content(batch: Any) -> int:
-    """Return a checksum of the shape and the first 64 numbers of each tensor and array in a batch."""
+def checksum_of_content(batch: Any, checksum: int = 0) -> int:
+    """Return a checksum of the shape and the first 64 numbers of each tensor and array in a batch.
+
+    Args:
+        checksum: That of the batches before.
+    """
     arrays = [array for array in arrays_in(batch) if not isinstance(array, torch.Tensor) or is_dense(array)]
-    return checksum_of([(list(array.shape), array.reshape(-1)[:64]) for array in arrays])
+    return checksum_of([(list(array.shape), array.reshape(-1)[:64]) for array in arrays], checksum)
 
 
 def _yields_samples(loader: Any) -> bool:

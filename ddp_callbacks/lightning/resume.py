@@ -82,6 +82,7 @@ class Fit:
         self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
         self._attributes: Checksums = {}  # of the module, before the fit's hooks
         self._exit = Replacements()
+        self._handled = sys.exc_info()[1]  # by the user's code, around this fit
 
     def begin(self) -> None:
         """Read the file, if there is one, and listen for requests to stop. A collective.
@@ -110,7 +111,8 @@ class Fit:
         """End the fit, whether or not it has failed. A collective, if it has ended normally or was preempted."""
         fit_loop = self._trainer.fit_loop
         give_loaders_back((fit_loop, fit_loop.epoch_loop.val_loop))
-        self._exit.__exit__(*sys.exc_info())
+        failure = sys.exc_info()
+        self._exit.__exit__(*(failure if failure[1] is not self._handled else (None, None, None)))
 
     def note_start(self) -> None:
         """Note the module's attributes, before the hooks of the fit run."""
@@ -132,6 +134,10 @@ class Fit:
         may_differ = self._trainer.reload_dataloaders_every_n_epochs and self._mine.get("place") == "epoch"
         if self._saved is not None and stage == "train" and index == 0 and not may_differ:
             self._require_same(self._about([loader]))
+        if self._recovery is not None and isinstance(loader, Resumable):
+            name = f"{stage} {index}"
+            before = self._recovery.at_start({name: loader.attributes.plain()}, "cpu")
+            loader.attributes.start_from(before.get(name, {}))
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
 
@@ -160,7 +166,8 @@ class Fit:
             return
         if state["pass"] is not None and (stage != "train" or self._mine["place"] == "epoch"):
             ended = stage != "train" or self._begins_passes()  # Lightning never drew its end
-            state = {**state, "pass": None, "passes": state["passes"] + ended}
+            part = {"last": state["pass"]} if ended else {"attributes": state["pass"]["attributes"]}
+            state = {**state, **part, "pass": None, "passes": state["passes"] + ended}
         elif stage == "train":
             _set_epoch(loader, self._trainer.current_epoch)  # Lightning does it later, when the pass has begun
         loader.load_state_dict(state)

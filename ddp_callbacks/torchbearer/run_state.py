@@ -65,6 +65,11 @@ class RunState:
         before = {} if self._recovery is None else self._recovery.at_start(found, self._trial.state[torchbearer.DEVICE])
         for name, values in before.items():
             vars(self._others[name]).update(values)
+        if self._recovery is not None:
+            loaders = self._loaders()
+            orders = self._recovery.at_start({key: each.attributes.plain() for key, each in loaders.items()}, "cpu")
+            for key, values in orders.items():
+                loaders[key].attributes.start_from(values)
         found |= before
         self._at_start = {name: attributes.checksums_of(values) for name, values in found.items()}
 

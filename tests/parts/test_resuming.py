@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import itertools
+import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
-from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from ddp_callbacks import resumable_loader
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
@@ -161,6 +174,138 @@ def test_what_a_data_set_draws_from_a_generator_of_its_own_goes_on() -> None:
     assert lists(left(resumable_loader(DataLoader(Noisy(), 4)), state)) == expected[6:]
 
 
+class Orders(Sampler[int]):
+    """Another order in each pass, which it counts in one of the ways in which people do."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.epoch, self.orders, self.weights = kind, 0, list(NUMBERS), np.ones(SAMPLES)
+        self.inner = Counted()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        if self.kind == "list":
+            random.Random(self.epoch).shuffle(self.orders)
+        if self.kind == "array":
+            self.weights *= 1.1
+        seeds = {"number": self.epoch, "array": int(self.weights[0] * 1e6), "held": self.inner.count()}
+        yield from seeded(seeds[self.kind]) if self.kind in seeds else self.orders
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.counts = {"passes": 0}
+
+    def count(self) -> int:
+        self.counts["passes"] += 1
+        return self.counts["passes"]
+
+
+class Wrapped(Sampler[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = [inner]
+
+    def __len__(self) -> int:
+        return len(self.inner[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner[0])
+
+
+class Epochs(IterableDataset[int]):
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from seeded(self.epoch)
+        self.epoch += 1
+
+
+class Hidden(IterableDataset[int]):
+    """It counts where nobody can look."""
+
+    def __init__(self) -> None:
+        self.passes = itertools.count()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from seeded(next(self.passes))
+
+
+def seeded(seed: int) -> list[int]:
+    return random.Random(seed).sample(list(NUMBERS), SAMPLES)
+
+
+BY_PASS: dict[str, Callable[[], Any]] = {
+    **{
+        kind: functools.partial(lambda kind: DataLoader(NUMBERS, 4, sampler=Orders(kind)), kind)
+        for kind in ("number", "list", "array", "held")
+    },
+    "batch sampler": lambda: DataLoader(NUMBERS, batch_sampler=Wrapped(BatchSampler(Orders("number"), 5, False))),
+    "wrapped generator": lambda: DataLoader(
+        NUMBERS, 4, sampler=Wrapped(RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(1)))
+    ),
+    "iterable": lambda: DataLoader(Epochs(), 4),
+    "chained": lambda: DataLoader(ChainDataset([Epochs(), Epochs()]), 4),
+}
+
+
+@pytest.mark.parametrize("name", BY_PASS)
+def test_an_order_that_depends_on_the_pass_goes_on(name: str) -> None:
+    """Samplers and iterable data sets that count their passes go on."""
+    whole = resumable_loader(BY_PASS[name]())
+    passes = [lists(whole) for _ in range(4)]
+    assert all(one != other for one, other in itertools.combinations(passes, 2))
+    first = resumable_loader(BY_PASS[name]())
+    for number in range(3):
+        between = plainly_saved(first.state_dict())
+        loader = resumable_loader(BY_PASS[name]())
+        loader.load_state_dict(between)
+        assert [lists(loader) for _ in range(4 - number)] == passes[number:]
+        within = plainly_saved(cut(first, 3))
+        loader = resumable_loader(BY_PASS[name]())
+        assert lists(left(loader, within)) == passes[number][3:]
+        assert lists(loader) == passes[number + 1]
+        first.load_state_dict(between)
+        assert lists(first) == passes[number]
+
+
+@pytest.mark.parametrize("loader", [lambda: DataLoader(Hidden(), 4), lambda: DataLoader(NUMBERS, 4, sampler=Hidden())])
+def test_a_count_of_passes_that_cannot_be_saved_is_an_error(loader: Callable[[], Any]) -> None:
+    """An order that cannot go on raises an error."""
+    first = resumable_loader(loader())
+    state = [list(first), list(first), first.state_dict()][-1]
+    with pytest.raises(
+        ConfigurationError, match=r"does not (yield|draw) the batches of the run .* in plain attributes"
+    ):
+        left(resumable_loader(loader()), state)
+    batches = resumable_loader(iter([torch.ones(2)] * 3))
+    state = [list(batches), batches.state_dict()][-1]
+    with pytest.raises(
+        ConfigurationError, match=r"a list_iterator cannot begin a pass again, .* give an iterable whose"
+    ):
+        left(resumable_loader(iter([torch.ones(2)] * 3)), state)
+
+
+def plainly_saved(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_long_attributes_and_those_that_stay_are_not_in_the_state() -> None:
+    sampler = Orders("number")
+    sampler.longer, sampler.weights = list(range(200_000)), np.ones(100_000)
+    loader = resumable_loader(DataLoader(NUMBERS, 4, sampler=sampler))
+    list(loader)
+    sampler.longer.reverse()
+    assert loader.state_dict()["attributes"].keys() == {"sampler.sampler.epoch", "sampler.sampler.inner.counts"}
+
+
 SHUFFLED = DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "order": (
@@ -171,7 +316,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "epoch": (
         DataLoader(NUMBERS, 4, sampler=LazyRandomSampler(NUMBERS, seed=1)),
         DataLoader(NUMBERS, 4, sampler=LazyRandomSampler(NUMBERS, seed=2)),
-        r"LazyRandomSampler does not .* If it depends on the epoch, call set_",
+        r"LazyRandomSampler does not .* or be set before the pass, as by set_epoch",
     ),
     "data": (
         SHUFFLED,
@@ -179,6 +324,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         r"samples in the data set must be 37, .* got 36",
     ),
     "batch size": (SHUFFLED, DataLoader(NUMBERS, 5, shuffle=True), r"samples in a batch must be 4, .* got 5"),
+    "workers": (
+        DataLoader(Epochs(), 4, num_workers=2),
+        DataLoader(Epochs(), 4, num_workers=1),
+        r"num_workers of an iterable data set must be 2, as in the run .* got 1\. Resume with 2, or from a state that",
+    ),
     "batches": (
         [torch.ones(3), torch.zeros(3), torch.ones(3), torch.ones(3)],
         [torch.zeros(3), torch.zeros(3), torch.ones(3), torch.ones(3)],

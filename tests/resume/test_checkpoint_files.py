@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import os
+import random
 import re
 import resource
 import signal
@@ -254,7 +255,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "all zeros": lambda whole: bytes(len(whole)),
     "4 zeros at the beginning": lambda whole: bytes(4) + whole[4:],
     "512 zeros at the beginning": lambda whole: bytes(512) + whole[512:],
+    "4 KiB of zeros at the end": lambda whole: whole[:-4096] + bytes(4096),
     "other bytes": with_other_numbers,
+    "other bytes at both ends": lambda whole: b"1234" + whole[4:-4] + b"5678",
 }
 
 
@@ -290,6 +293,25 @@ def test_a_file_with_any_one_byte_flipped_is_read_right_or_passed_over(tmp_path:
             warnings.simplefilter("always")
             step = step_at(path)
         assert [step, "run.pt is damaged" in "".join(str(each.message) for each in warned)] in ([2, False], [1, True])
+
+
+def test_a_file_with_any_damage_is_passed_over(tmp_path: Path) -> None:
+    """No damage to a file stops a run."""
+    path, choice = tmp_path / "run.pt", random.Random(0)
+    write_steps(path, 1, 2, numel=300)
+    whole = path.read_bytes()
+
+    def at_random(whole: bytes) -> bytes:
+        place, length = choice.randrange(len(whole)), choice.choice((1, 16, 512, 4096))
+        found = choice.choice((bytes(length), choice.randbytes(length), b""))
+        return whole[:place] + found + whole[place + length :]
+
+    for end in range(1, len(whole), 61):
+        path.write_bytes(at_random(whole) if end % 3 else whole[:end] + bytes((len(whole) - end) * (end % 2)))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step = step_at(path)
+        assert step == 2 - any("run.pt is damaged" in str(each.message) for each in warned)
 
 
 def test_a_lost_file_is_passed_over_and_two_damaged_ones_are_an_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import gc
 import importlib
 import inspect
@@ -193,6 +194,23 @@ def test_a_time_limit_stops_a_fit(tmp_path: Path) -> None:
     parts = [fit(tmp_path / "run.ckpt", time_limit=limit, num_sanity_val_steps=0) for _ in range(16)]
     assert [row for part in parts for row in part["logged"]] == whole["logged"]
     assert_equal(parts[-1]["parameters"], whole["parameters"], 0.0)
+
+
+def test_a_last_write_that_fails_is_an_error_in_a_fit_that_an_except_block_has_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit raises the error of its last write, wherever you call it."""
+
+    def full_disk(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    made = trainer("ddp_callbacks", max_epochs=1, callbacks=[Resume(tmp_path / "run.ckpt", async_save=True)])
+    try:
+        raise KeyError("a first attempt")
+    except KeyError:
+        with pytest.raises(CheckpointError, match=r"run\.ckpt cannot be written"):
+            fit_plainly(made)
 
 
 def test_model_checkpoints_have_no_states_of_loaders(tmp_path: Path) -> None:
