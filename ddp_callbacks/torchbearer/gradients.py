@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torchbearer
+from torch.autograd.graph import Node
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
@@ -26,16 +27,19 @@ from ddp_callbacks.torchbearer.base import (
     SHARE,
     STEP_TIMES,
     WEIGHS_LOSS,
+    Call,
     DistributedCallback,
     LocalStates,
     LossWeight,
     State,
     Weight,
+    fraction_of,
     in_training_pass,
     share_of,
-    wrap_methods,
+    wrap_event,
 )
 from ddp_callbacks.verification import Verify, check_first_batch, check_verify
+from ddp_callbacks.weighing import weigh_terms_of_parameters
 
 SkipBatch = Literal["non_finite"]
 
@@ -110,15 +114,31 @@ class AllReduceGradients(DistributedCallback):
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
 
+    calls = ("run",)
+
     def on_init(self, state: State) -> None:
         super().on_init(state)
+        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
+        closure = call.trial.closure
         if self._skip_batch is not None:
-            wrap_methods(state[torchbearer.SELF], ("run",), self._skipping(state[torchbearer.SELF]))
+            call.trial.closure = self._ending(closure)
+        try:
+            yield
+        finally:
+            self._close()
+            if self._skip_batch is not None:
+                call.trial.closure = closure
+            if self._bad is not None:
+                self._bad.close()
+            self._bad = None
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
         self._next_check = self._verify if self.world_size > 1 else None
-        self.on_end(state)  # an earlier run may have raised before its end
         if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             raise ConfigurationError(
                 'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
@@ -141,10 +161,16 @@ class AllReduceGradients(DistributedCallback):
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
-    def on_criterion(self, state: State) -> None:
+    @contextmanager
+    def _weighing(self, state: State) -> Iterator[None]:
+        """After ``on_criterion`` of all callbacks, which may add to the loss, weigh it."""
+        criterion = state[torchbearer.LOSS].grad_fn
+        yield
+        if self.world_size > 1 or self._bad is not None:
+            self._weigh(state, criterion)
+
+    def _weigh(self, state: State, criterion: Node | None) -> None:
         synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]
-        if self.world_size == 1 and self._bad is None:
-            return
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
         if self._bad is not None and (faults := self._bad.agree(fault_of(loss), weight)):
@@ -152,6 +178,8 @@ class AllReduceGradients(DistributedCallback):
             raise _Skipped
         if self.world_size > 1:
             self._losses.look(loss, weight, where)
+        if self._loss_weight.reduction(state) == "sum":
+            weigh_terms_of_parameters(loss, criterion, fraction_of(share_of(state), self.world_size))
         if WEIGHS_LOSS not in state:
             synchronizer.weigh(weight, total)
             return
@@ -184,6 +212,9 @@ class AllReduceGradients(DistributedCallback):
                 )
 
     def on_end(self, state: State) -> None:
+        self._close()  # after an evaluation within the run, too
+
+    def _close(self) -> None:
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None
@@ -200,10 +231,8 @@ class AllReduceGradients(DistributedCallback):
             in_training_pass(self._synchronizer).load_state_dict(engines)
         self._skipped = states.mine["skipped"]
 
-    @contextmanager
-    def _skipping(self, trial: Any) -> Iterator[None]:
-        """Inside, use a closure that ends when a batch is skipped."""
-        closure = trial.closure
+    def _ending(self, closure: Callable[[State], Any]) -> Callable[[State], None]:
+        """Return a closure that ends when a batch is skipped."""
 
         @functools.wraps(closure)
         def ending(state: State) -> None:
@@ -214,14 +243,7 @@ class AllReduceGradients(DistributedCallback):
                 self._skipped += 1
                 _keep_values(state[torchbearer.METRIC_LIST])
 
-        trial.closure = ending
-        try:
-            yield
-        finally:
-            trial.closure = closure
-            if self._bad is not None:
-                self._bad.close()
-            self._bad = None
+        return ending
 
     def _verify_batch(self, verify: Verify, state: State) -> None:
         """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
@@ -281,6 +303,20 @@ class AverageParameters(DistributedCallback):
         self._weight = 1.0  # this rank's weight in the current step
         self._put_back: Callable[[], None] | None = None
 
+    calls = ("run",)
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Forget a pass that has raised."""
+        try:
+            yield
+        finally:
+            self.averager = None
+
     def on_start_training(self, state: State) -> None:
         if self.averager is None:
             self.averager = self._make(state[torchbearer.MODEL], self._sync, state[torchbearer.OPTIMIZER])
@@ -290,9 +326,14 @@ class AverageParameters(DistributedCallback):
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)
 
-    def on_criterion(self, state: State) -> None:
-        if self.world_size == 1:
-            return
+    @contextmanager
+    def _weighing(self, state: State) -> Iterator[None]:
+        criterion = state[torchbearer.LOSS].grad_fn
+        yield
+        if self.world_size > 1:
+            self._weigh(state, criterion)
+
+    def _weigh(self, state: State, criterion: Node | None) -> None:
         self._weight, _ = self._loss_weight.of(state)
         if not self._weight:
             self._put_back = set_gradients_aside(state[torchbearer.MODEL])
@@ -300,6 +341,7 @@ class AverageParameters(DistributedCallback):
             self._weight, loss = 1.0, state[torchbearer.LOSS]
             if loss.requires_grad:  # the value of the loss stays unchanged, for metrics
                 loss.register_hook(lambda gradient: gradient * self.world_size)
+                weigh_terms_of_parameters(loss, criterion, 1 / self.world_size)
 
     def on_backward(self, state: State) -> None:
         if self._put_back is not None:
@@ -313,9 +355,7 @@ class AverageParameters(DistributedCallback):
         in_training_pass(self.averager).outer_step()
 
     def on_end(self, state: State) -> None:
-        self.averager = None
-
-    on_start = on_end  # an earlier run may have raised before its end
+        self.averager = None  # after an evaluation within the run, too
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Return the averager's state. Without one, return the optimizer's, which is different on each rank."""
