@@ -114,8 +114,8 @@ def _interleave(
         return interleave_rows(parts, rows)
     except (RuntimeError, AttributeError) as error:
         raise ConfigurationError(
-            f"the metric {metric.name} needs the samples of an epoch, but the first dimension of {_KEYS[column]} is not "
-            f"theirs: {error}. Let the model and the loader put the samples first, or compute the metric "
+            f"the metric {metric.name} needs the samples of an epoch in the first dimension of {_KEYS[column]}, but "
+            f"{error}. Let the model and the loader put the samples first, or compute the metric "
             "for each batch (a lambda_metric without on_epoch=True)."
         ) from error
 

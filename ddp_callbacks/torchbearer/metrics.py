@@ -5,14 +5,16 @@ Sums are added up, rows put into the loader's order, and scalars of the parts of
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchbearer
+from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
@@ -30,10 +32,12 @@ from ddp_callbacks.torchbearer.base import (
     LossWeight,
     State,
     Weight,
+    has_event,
     share_of,
     wrap_event,
 )
 
+_ADDING = ("on_criterion", "on_criterion_validation")  # events in which callbacks add to the loss
 _LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
 
 
@@ -69,8 +73,6 @@ class ReduceMetrics(DistributedCallback):
         super().on_init(state)
         for name in ("on_start_training", "on_start_validation"):
             wrap_event(state[torchbearer.CALLBACK_LIST], name, self._beginning)
-        for name in ("on_criterion", "on_criterion_validation"):
-            wrap_event(state[torchbearer.CALLBACK_LIST], name, self._adding)
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -88,14 +90,6 @@ class ReduceMetrics(DistributedCallback):
         self._is_in_pass = True
         if self.world_size > 1:
             self._pass = MetricsPass(state, self._loss_weight, self.process_group)
-
-    @contextmanager
-    def _adding(self, state: State) -> Iterator[None]:
-        """Let the pass know what the callbacks add to the loss."""
-        before = None if self._pass is None else state[torchbearer.LOSS].detach().clone()
-        yield
-        if self._pass is not None and before is not None:
-            self._pass.added = (before, state[torchbearer.LOSS].detach())
 
     def on_end_training(self, state: State) -> None:
         self._end()
@@ -149,8 +143,8 @@ class MetricsPass:
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
         self._step = -1  # the current batch
-        self.added: tuple[torch.Tensor, torch.Tensor] | None = None  # its loss, before and after callbacks add to it
-        self._added = BatchLog()  # the same of each batch, if losses are sums
+        self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums
+        self._added = BatchLog()  # the loss, and these terms, of each batch
         self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
         self._metrics = list(_torchbearer.metrics_within(self._list))
         self._logs = [BatchLog() for _ in self._metrics]
@@ -158,6 +152,12 @@ class MetricsPass:
         self._restore = ExitStack()
         for place, (metric, root) in enumerate(self._metrics):
             self._record(place, metric, isinstance(root, _LossMetric))
+        for callback in state[torchbearer.CALLBACK_LIST] if self._reduction == "sum" else ():
+            for event in _ADDING:
+                if has_event(callback, event):
+                    self._replace(
+                        callback, event, functools.partial(self._note_term, callback, getattr(callback, event))
+                    )
         self._replace(self._list, "process", self._process)
         self._replace(self._list, "process_final", self._process_final)
 
@@ -215,19 +215,26 @@ class MetricsPass:
             return weight, values
         return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
-    def _replace(self, metric: Metric, name: str, method: Any) -> None:
-        setattr(metric, name, method)
-        self._restore.callback(vars(metric).pop, name, None)
+    def _note_term(self, callback: Callback, event: Callable[[State], None], state: State) -> None:
+        before = state[torchbearer.LOSS].detach().clone()  # a callback may add in place
+        event(state)
+        self._terms[callback] = state[torchbearer.LOSS].detach() - before
+
+    def _replace(self, owner: Any, name: str, method: Any) -> None:
+        restore = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (vars(owner).pop, name, None)
+        setattr(owner, name, method)
+        self._restore.callback(*restore)
 
     def _process(self, state: State) -> dict[str, Any]:
         self._local = share_of(state).local
         self._samples += self._local
         self._step += 1
+        terms, self._terms = [*self._terms.values()], {}
         if not self._local:
             return dict(state[torchbearer.METRICS])
         self._weight, _ = self._loss_weight.of(state)
-        if self._reduction == "sum" and self.added is not None and not self.added[0].dim():
-            self._added.add(self._step, self._local, torch.stack(self.added))
+        if terms and not state[torchbearer.LOSS].dim():
+            self._added.add(self._step, self._local, torch.stack([state[torchbearer.LOSS], *terms]))
         return MetricList.process(self._list, state)  # type: ignore[no-any-return]
 
     def _process_final(self, state: State) -> dict[str, Any]:
@@ -297,14 +304,15 @@ def _surplus(added: Sequence[BatchLog]) -> dict[int, torch.Tensor]:
     """Return by how much the sum over the ranks exceeds the loss, by step: terms that all have alike count once.
 
     Args:
-        added: For each rank, the loss of its part of each batch, before and after callbacks have added terms.
+        added: For each rank, the loss of its part of each batch, and the terms in it that callbacks have added.
     """
     surplus = {}
     for step, parts in by_step(added).items():
-        before, after = torch.stack([values for _, values in parts]).unbind(1)
-        terms, rounding = after - before, 8 * torch.finfo(after.dtype).eps * after.abs().max()
-        if terms.max() - terms.min() <= rounding:
-            surplus[step] = terms[1:].sum()
+        values = torch.stack([value for _, value in parts])
+        rounding = 8 * torch.finfo(values.dtype).eps * values[:, 0].abs().max()
+        is_common = values.amax(0) - values.amin(0) <= rounding
+        is_common[0] = False  # the loss
+        surplus[step] = values[1:, is_common].sum()
     return surplus
 
 
