@@ -70,7 +70,7 @@ def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Mapping
     filled = [part for part in parts if part is not None]
     if len(filled) < 2:
         return filled[0] if filled else None
-    pieces = {}
+    pieces: dict[tuple[int, int], torch.Tensor] = {}
     for rank, (part, counts) in enumerate(zip(parts, rows, strict=True)):
         if part is not None:
             keys = ((step, rank) for step in counts)

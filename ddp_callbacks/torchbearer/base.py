@@ -139,7 +139,9 @@ class LossWeight:
             rank's loss is the mean over, for example tokens that count. ``None``: the number of samples; for cross
             entropy and negative log likelihood torch's divisor, the sum of the class weights of the targets that are
             not ignored.
-        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``.
+        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``. With
+            a sum, what callbacks add in ``on_criterion`` is a sum, too, except for terms of parameters alone, such as
+            weight decay: these count once.
     """
 
     def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:

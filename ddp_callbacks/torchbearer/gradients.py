@@ -51,7 +51,31 @@ def check_skip(skip_batch: str | None, sync: object) -> None:
     check_skip_batch(skip_batch, sync)
 
 
-class AllReduceGradients(DistributedCallback):
+class WeighsLoss(DistributedCallback):
+    """Base class of callbacks that weigh the loss, after ``on_criterion`` of all callbacks, which may add to it."""
+
+    calls = ("run",)
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
+
+    @contextmanager
+    def _weighing(self, state: State) -> Iterator[None]:
+        criterion = state[torchbearer.LOSS].grad_fn
+        yield
+        self.weigh(state, criterion)
+
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss for the backward that follows.
+
+        Args:
+            state: The Trial's state.
+            criterion: ``grad_fn`` of the criterion's value.
+        """
+
+
+class AllReduceGradients(WeighsLoss):
     """Set each ``parameter.grad`` to the gradient of the global batch, before ``on_backward`` and the optimizer.
 
     See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
@@ -64,8 +88,7 @@ class AllReduceGradients(DistributedCallback):
             warning, and what cannot be compared is left out.
         skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
             infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
-            ``on_criterion``, which later callbacks don't get: there is no backward and no ``on_backward``, gradients
-            are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
+            ``on_criterion``: there is no backward and no ``on_backward``, gradients are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
             as ``on_step_training``. Rank 0 reports the batch, and the ranks and hosts with such a loss. It costs one
             small message in each step, and reading the loss from its GPU.
         process_group: The ranks' process group; ``None`` is the default group.
@@ -114,12 +137,6 @@ class AllReduceGradients(DistributedCallback):
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
 
-    calls = ("run",)
-
-    def on_init(self, state: State) -> None:
-        super().on_init(state)
-        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
-
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
         """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
@@ -161,16 +178,11 @@ class AllReduceGradients(DistributedCallback):
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
-    @contextmanager
-    def _weighing(self, state: State) -> Iterator[None]:
-        """After ``on_criterion`` of all callbacks, which may add to the loss, weigh it."""
-        criterion = state[torchbearer.LOSS].grad_fn
-        yield
-        if self.world_size > 1 or self._bad is not None:
-            self._weigh(state, criterion)
-
-    def _weigh(self, state: State, criterion: Node | None) -> None:
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss, or end the closure of a batch that is skipped."""
         synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]
+        if self.world_size == 1 and self._bad is None:
+            return
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
         if self._bad is not None and (faults := self._bad.agree(fault_of(loss), weight)):
@@ -271,7 +283,7 @@ class AllReduceGradients(DistributedCallback):
         check_first_batch(verify, state[torchbearer.MODEL], loss, load, self.process_group)
 
 
-class AverageParameters(DistributedCallback):
+class AverageParameters(WeighsLoss):
     """Let each rank take local steps, and average the parameters every few steps; replaces AllReduceGradients.
 
     See :class:`ddp_callbacks.ParameterAverager`. The last window closes at the end of the training pass, so callbacks
@@ -303,12 +315,6 @@ class AverageParameters(DistributedCallback):
         self._weight = 1.0  # this rank's weight in the current step
         self._put_back: Callable[[], None] | None = None
 
-    calls = ("run",)
-
-    def on_init(self, state: State) -> None:
-        super().on_init(state)
-        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
-
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
         """Forget a pass that has raised."""
@@ -326,14 +332,10 @@ class AverageParameters(DistributedCallback):
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)
 
-    @contextmanager
-    def _weighing(self, state: State) -> Iterator[None]:
-        criterion = state[torchbearer.LOSS].grad_fn
-        yield
-        if self.world_size > 1:
-            self._weigh(state, criterion)
-
-    def _weigh(self, state: State, criterion: Node | None) -> None:
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss, as long as a single process's."""
+        if self.world_size == 1:
+            return
         self._weight, _ = self._loss_weight.of(state)
         if not self._weight:
             self._put_back = set_gradients_aside(state[torchbearer.MODEL])

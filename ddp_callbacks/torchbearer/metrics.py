@@ -55,6 +55,8 @@ class ReduceMetrics(DistributedCallback):
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
+        ConfigurationError: An ``EpochLambda`` gets predictions or targets whose first dimension does not hold samples,
+            or rows of samples.
         MismatchError: A rank lacks a metric; lists all ranks' keys.
     """
 

@@ -580,17 +580,12 @@ class TimeFirst(nn.Module):
 @WORLD
 def test_a_metric_of_an_epoch_whose_predictions_do_not_begin_with_the_samples_is_refused_by_name() -> None:
     metric = torchbearer.metrics.to_dict(torchbearer.metrics.EpochLambda("tagged", lambda *_: 0.0))
-    made = trial(
-        [DDPCallback()],
-        model=TimeFirst(),
-        optimizer=lambda _: None,
-        criterion=lambda *_: torch.zeros(()),
-        metrics=[metric],
-    )
-    for samples, says in ((3, "there are 3 rows in each batch, however many"), (8, "there are 3 rows")):
-        made.with_val_generator(DataLoader(data(samples), 3))
-        with pytest.raises(ConfigurationError, match=f"the metric tagged needs the samples .* of Y_PRED, but {says}"):
-            made.evaluate()
+    made = trial([DDPCallback()], TimeFirst(), lambda _: None, lambda *_: torch.zeros(()), [metric])
+    made.with_val_generator(DataLoader(data(3), 3))
+    with pytest.raises(
+        ConfigurationError, match=r"the metric tagged needs .* dimension of Y_PRED, but there are 3 rows"
+    ):
+        made.evaluate()
 
 
 @WORLD
