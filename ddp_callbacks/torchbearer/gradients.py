@@ -88,9 +88,10 @@ class AllReduceGradients(WeighsLoss):
             warning, and what cannot be compared is left out.
         skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
             infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
-            ``on_criterion``: there is no backward and no ``on_backward``, gradients are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
-            as ``on_step_training``. Rank 0 reports the batch, and the ranks and hosts with such a loss. It costs one
-            small message in each step, and reading the loss from its GPU.
+            ``on_criterion``: there is no backward and no ``on_backward``, gradients are ``None``, so the optimizer
+            changes nothing, and metrics don't count the batch. All else continues, such as ``on_step_training``. Rank 0
+            reports the batch, and the ranks and hosts with such a loss. It costs one small message in each step, and
+            reading the loss from its GPU.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
