@@ -156,7 +156,6 @@ def with_state_of_its_own(criterion: Any, *resume: Callback) -> Any:
 
 @pytest.mark.parametrize("criterion", [Uncertainty, Annealed])
 def test_the_state_of_a_criterion_and_of_other_modules_goes_on(criterion: Any, tmp_path: Path) -> None:
-    """A criterion's state resumes, and that of other modules."""
     expected, resume = with_state_of_its_own(criterion()), Resume(tmp_path / "run.pt")
 
     @torchbearer.callbacks.on_step_training
