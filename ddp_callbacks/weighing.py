@@ -16,6 +16,7 @@ exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -193,6 +194,36 @@ def silence(loss: torch.Tensor) -> list[RemovableHandle]:
     spared = behind | layers
     before = [node for node in nodes if node not in spared] if layers else []
     return [node.register_hook(lambda gradients, _: _zeros(gradients)) for node in before]
+
+
+def weigh_terms_of_parameters(loss: torch.Tensor, criterion: Node | None, factor: float) -> None:
+    """Multiply the gradients of terms that were added to a criterion's value, and use parameters alone. Local.
+
+    What uses anything that the model computed for the criterion keeps its gradients.
+
+    Args:
+        loss: The sum of the criterion's value and the terms.
+        criterion: ``grad_fn`` of the criterion's value.
+        factor: For the gradients.
+    """
+    if loss.grad_fn in (None, criterion):
+        return
+    computed = set(_reachable([] if criterion is None else [criterion]))
+    inner = {node for node in computed if node.next_functions}
+    for node in _reachable([loss.grad_fn]):
+        factors = [factor if _is_parameter(after) else 1.0 for after, _ in node.next_functions]
+        if node not in computed and factor in factors and inner.isdisjoint(_reachable([node])):
+            node.register_hook(functools.partial(_multiply, factors))
+
+
+def _is_parameter(node: Node | None) -> bool:
+    return node is not None and not node.next_functions  # the accumulation of its gradient
+
+
+def _multiply(factors: Sequence[float], gradients: Gradients, _: Gradients) -> Gradients:
+    return tuple(
+        None if gradient is None else gradient * factor for gradient, factor in zip(gradients, factors, strict=True)
+    )
 
 
 def _reachable(nodes: list[Any]) -> list[Any]:

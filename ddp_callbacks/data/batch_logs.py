@@ -8,7 +8,7 @@ of unequal size, or a standard deviation over batches, equals that of a single p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ import torch
 
 @dataclass
 class BatchLog:
-    """This rank's scalar of each batch, by step, with its weight.
+    """This rank's value of each batch, by step, with its weight.
 
     Steps without a sample on this rank may be missing.
     """
@@ -26,7 +26,7 @@ class BatchLog:
     values: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, step: int, weight: float, value: torch.Tensor) -> None:
-        """Log a scalar (shape ``[]``)."""
+        """Log a value, of the same shape in each step; to merge logs, it must be a scalar (shape ``[]``)."""
         self.steps.append(step)
         self.weights.append(weight)
         self.values.append(value.detach().clone())
@@ -43,31 +43,39 @@ def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
         logs: One per rank.
         reduction: ``"mean"``: the weighted mean of the ranks' values; ``"sum"``: their sum.
     """
+    parts = by_step(logs)
+    weights = [sum(weight for weight, _ in found) for found in parts.values()]
+    return BatchLog(list(parts), weights, [_join(found, reduction) for found in parts.values()])
+
+
+def by_step(logs: Sequence[BatchLog]) -> dict[int, list[tuple[float, torch.Tensor]]]:
+    """Return the ranks' weights and values of each step, by rank, in the order of the steps."""
     parts: dict[int, list[tuple[float, torch.Tensor]]] = {}
     for log in logs:
         for step, weight, value in zip(log.steps, log.weights, log.values, strict=True):
             parts.setdefault(step, []).append((weight, value))
-    steps = sorted(parts)
-    weights = [sum(weight for weight, _ in parts[step]) for step in steps]
-    return BatchLog(steps, weights, [_join(parts[step], reduction) for step in steps])
+    return dict(sorted(parts.items()))
 
 
-def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
+def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Mapping[int, int]]) -> torch.Tensor | None:
     """Put rows that the ranks collected batch by batch into the order of a single process.
 
     Args:
         parts: One per rank, shape ``[number of rows, ...]``; ``None`` for no rows.
-        rows: One list per rank: the number of rows added at each step. If they do not add up to the part's length (the
-            metric filters rows), the parts are concatenated by rank.
+        rows: For each rank, the number of rows that it added at each step, by step.
+
+    Raises:
+        RuntimeError: The numbers of rows do not add up to the part's length, or the parts' other dimensions differ.
     """
-    filled = [(part, counts) for part, counts in zip(parts, rows, strict=True) if part is not None]
-    if not filled:
-        return None
-    if any(part.shape[0] != sum(counts) for part, counts in filled):
-        return torch.cat([part for part, _ in filled])
-    split = [part.split(list(counts)) for part, counts in filled]
-    steps = max(len(chunks) for chunks in split)
-    return torch.cat([chunks[step] for step in range(steps) for chunks in split if step < len(chunks)])
+    filled = [part for part in parts if part is not None]
+    if len(filled) < 2:
+        return filled[0] if filled else None
+    pieces: dict[tuple[int, int], torch.Tensor] = {}
+    for rank, (part, counts) in enumerate(zip(parts, rows, strict=True)):
+        if part is not None:
+            keys = ((step, rank) for step in counts)
+            pieces |= dict(zip(keys, part.split(list(counts.values())), strict=True))
+    return torch.cat([pieces[key] for key in sorted(pieces)])
 
 
 def _join(parts: list[tuple[float, torch.Tensor]], reduction: str) -> torch.Tensor:

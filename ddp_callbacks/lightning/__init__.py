@@ -21,8 +21,8 @@ few steps and at the moments in ``local_steps``, and meet only then.
 Logged values wait as ``rows`` until the ranks join them; ``logs`` says when.
 
 With the callback ``Resume`` a fit can stop and resume at the next batch. ``resume`` reads and writes the file.
-``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, ``saved_metrics``,
-``saved_attributes``. ``recovery`` begins a call again without processes that died.
+``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, ``saved_metrics``
+and the module's attributes. ``recovery`` begins a call again without processes that died.
 
 Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning; ``_lightning`` checks that they exist.
 

@@ -27,6 +27,7 @@ from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
+from ddp_callbacks.checkpoints.saved_attributes import attributes_of, set_attributes
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
@@ -34,7 +35,6 @@ from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning._lightning import require_resume
 from ddp_callbacks.lightning.batches import give_loaders_back
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.lightning.saved_attributes import attributes_of, set_attributes
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _Callbacks: Any = object  # stands for either package's class, which follows in the MRO

@@ -4,11 +4,11 @@ Torchbearer's events in order, and the callbacks that handle them::
 
     on_init                    RankZeroOutput silences the other ranks' writers, StopTogether moves to the end
     on_start                   BroadcastParameters, ShardData, SynchronizeBuffers
-      on_start_training        AllReduceGradients and ReduceMetrics begin
+      on_start_training        AllReduceGradients begins; then ReduceMetrics, after all callbacks
         on_sample              ShardData sets this rank's share; AllReduceGradients may verify the first batch; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
-          on_criterion         AllReduceGradients may end the closure here, or sets the weight of the backward
+          on_criterion         callbacks may add to the loss; then AllReduceGradients weighs it, or ends the closure
           backward             gradients are synchronized during backward
           on_backward          the gradients are those of the global batch: clip here
         on_step_training       StopTogether, every few steps, and if a callback may stop there

@@ -18,11 +18,13 @@ from torchbearer.callbacks import Callback, Tqdm, checkpointers
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricTree, RunningMean, Var
 
-from ddp_callbacks.data.batch_logs import interleave_rows
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.versions import require_names
 
 _SUMS = ("_sum", "_sum_sq", "_count")  # in Mean, Var and Std; Mean lacks the second
 _ROWS = ("_y_pred", "_y_true")  # in EpochLambda
+_KEYS = ("Y_PRED", "Y_TRUE")  # of the state, where they come from
 _WINDOW = ("_cache", "_i", "_result")  # in RunningMean: the last batches' values, a count of batches, the mean
 
 PRIVATE = (
@@ -81,22 +83,46 @@ def held(aggregator: Metric) -> dict[str, Any]:
     return {name: vars(aggregator)[name] for name in names if name in vars(aggregator)}
 
 
-def add_up(aggregator: Metric, of_ranks: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]]) -> None:
+def add_up(aggregator: Metric, of_ranks: Sequence[dict[str, Any]], logs: Sequence[BatchLog]) -> None:
     """Merge the ranks' sums or rows into a metric: add up the sums, and put the rows into the loader's order.
 
     Args:
         of_ranks: For each rank, the result of :func:`held`, or all attributes.
-        rows: For each rank, the number of rows in each batch.
+        logs: For each rank, the :func:`rows_in` an ``EpochLambda`` after each batch, weighted by the batch's samples.
+
+    Raises:
+        ConfigurationError: The rows do not belong to samples.
     """
     for name in held(aggregator):
         parts = [own[name] for own in of_ranks]
-        setattr(aggregator, name, interleave_rows(parts, rows) if name in _ROWS else sum(parts))
+        merged = _interleave(aggregator, parts, logs, _ROWS.index(name)) if name in _ROWS else sum(parts)
+        setattr(aggregator, name, merged)
 
 
-def rows_in(aggregator: Metric) -> int:
-    """Return the number of rows that an ``EpochLambda`` has collected; 0 for others."""
-    rows = held(aggregator).get("_y_pred")
-    return 0 if rows is None else rows.shape[0]
+def _interleave(
+    metric: Metric, parts: Sequence[torch.Tensor | None], logs: Sequence[BatchLog], column: int
+) -> torch.Tensor | None:
+    rows = []
+    for log in logs:
+        counts = [0, *(int(value[column]) for value in log.values)]
+        rows.append({step: after - before for step, before, after in zip(log.steps, counts, counts[1:], strict=False)})
+    try:
+        sizes = {count for counts in rows for count in counts.values()}
+        samples = {weight for log in logs for weight in log.weights}
+        if len(sizes) == 1 and len(samples) > 1:
+            raise RuntimeError(f"there are {sizes.pop()} rows in each batch, however many samples it has")
+        return interleave_rows(parts, rows)
+    except (RuntimeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"the metric {metric.name} needs the samples of an epoch in the first dimension of {_KEYS[column]}, but "
+            f"{error}. Let the model and the loader put the samples first, or compute the metric "
+            "for each batch (a lambda_metric without on_epoch=True)."
+        ) from error
+
+
+def rows_in(aggregator: EpochLambda) -> list[int]:
+    """Return the numbers of rows of predictions and targets that an ``EpochLambda`` has collected."""
+    return [0 if rows is None else len(rows) for rows in map(vars(aggregator).get, _ROWS)]
 
 
 @contextmanager

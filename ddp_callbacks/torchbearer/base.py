@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,13 +48,35 @@ RANDOM_STATE = "ddp_callbacks_random_state"
 """Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a Trial's method.
+
+    Attributes:
+        trial: The Trial.
+        name: The name of the method.
+        arguments: By name; changes take effect.
+    """
+
+    trial: Any
+    name: str
+    arguments: dict[str, Any]
+
+
 class DistributedCallback(Callback):  # type: ignore[misc]
     """Base class of callbacks that use a process group. It joins the default group unless you pass one.
 
     Args:
         process_group: The ranks' process group; ``None`` is the default group, joined from the environment when the
             Trial is made.
+
+    Attributes:
+        calls: The names of the Trial's methods that run inside of :meth:`around`.
+        is_outermost: Whether this :meth:`around` is outside of those of other callbacks.
     """
+
+    calls: ClassVar[tuple[str, ...]] = CALLS
+    is_outermost: ClassVar[bool] = False
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -63,6 +88,22 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         elif self.world_size > 1:
             announce_join()
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
+        _wrap_calls(state[torchbearer.SELF])
+
+    def around(self, inside: Callable[[], Any], call: Call) -> Any:
+        """Return ``inside()``, the result of a call. Torchbearer has no event for an exception.
+
+        Args:
+            inside: The method, surrounded by the callbacks before this one in the list.
+            call: The call.
+        """
+        with self.calling(call):
+            return inside()
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Surround a call."""
+        yield
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Return this rank's own state of the current run, as tensors and plain data, for :class:`Resume`. Local.
@@ -99,7 +140,9 @@ class LossWeight:
             rank's loss is the mean over, for example tokens that count. ``None``: the number of samples; for cross
             entropy and negative log likelihood torch's divisor, the sum of the class weights of the targets that are
             not ignored.
-        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``.
+        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``. With
+            a sum, what callbacks add in ``on_criterion`` is a sum, too, except for terms of parameters alone, such as
+            weight decay: these count once.
     """
 
     def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
@@ -162,6 +205,13 @@ def held_by(state: State) -> Held:
     return Held(state[torchbearer.MODEL], others, lambda: trained_by([state[torchbearer.OPTIMIZER], *own]))
 
 
+def fraction_of(share: Share, world_size: int) -> float:
+    """Return this rank's fraction of the batch's samples; if the total is unknown, that of equal parts."""
+    if share.total is None:
+        return 1 / world_size
+    return share.local / share.total if share.total else 0.0
+
+
 def aggregator_of(state: State) -> AggregatePredictions | None:
     """Return the callback that this ``predict()`` injects; ``None`` in other passes, also in those that it contains.
 
@@ -203,32 +253,40 @@ def in_training_pass(made: Made | None) -> Made:
     return made
 
 
-_INNER = "_ddp_callbacks_inner"  # attribute of an outermost method: a list with the method inside
+def wrap_event(callbacks: Any, name: str, around: Callable[[State], AbstractContextManager[None]]) -> None:
+    """Let an event of the Trial's list of callbacks run inside ``around(state)``: before and after all callbacks."""
+    event = getattr(callbacks, name)
+
+    @functools.wraps(event)
+    def wrapped(state: State) -> None:
+        with around(state):
+            event(state)
+
+    setattr(callbacks, name, wrapped)
 
 
-def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
-    """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer.
-
-    Args:
-        wrapper: Returns the new method. It can be the result of a ``@contextmanager`` function, inside which each call
-            then runs.
-    """
-    for name in names:
-        method = getattr(trial, name)
-        inner = getattr(method, _INNER, None)
-        if inner is None:
-            setattr(trial, name, functools.wraps(method)(wrapper(method)))
-        else:
-            inner[0] = functools.wraps(inner[0])(wrapper(inner[0]))
+def _wrap_calls(trial: Any) -> None:
+    """Let the methods of this Trial object call :meth:`DistributedCallback.around` of its callbacks, once."""
+    if CALLS[0] not in vars(trial):
+        for name in (*CALLS, "replay"):
+            setattr(trial, name, _surrounded(trial, name, getattr(trial, name)))
 
 
-def wrap_outermost(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
-    """Like :func:`wrap_methods`, but outside of what others wrap later, too."""
-    for name in names:
-        inner = [getattr(trial, name)]
-        outer = wrapper(functools.wraps(inner[0])(lambda *args, inner=inner, **kwargs: inner[0](*args, **kwargs)))
-        setattr(outer, _INNER, inner)
-        setattr(trial, name, outer)
+def _surrounded(trial: Any, name: str, method: Method) -> Method:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        call = Call(trial, name, bound.arguments)
+        ours = [each for each in trial.state[torchbearer.CALLBACK_LIST] if isinstance(each, DistributedCallback)]
+        inside: Callable[[], Any] = lambda: method(*bound.args, **bound.kwargs)  # noqa: E731
+        for callback in sorted(ours, key=lambda each: each.is_outermost):
+            if name in callback.calls:
+                inside = functools.partial(callback.around, inside, call)
+        return inside()
+
+    return surrounded
 
 
 def keep_out_of_checkpoints(callbacks: Any) -> None:

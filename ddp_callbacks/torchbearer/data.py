@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,20 +38,18 @@ from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import (
-    CALLS,
     DATA_KEYS,
     RUN_RANDOM_STATE,
     SHARE,
     WEIGHS_LOSS,
+    Call,
     DistributedCallback,
     State,
     aggregator_of,
     handles,
     share_of,
-    wrap_methods,
+    wrap_event,
 )
-
-Event: TypeAlias = Callable[[State], None]
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 _IN_BATCH = ("on_backward", "on_step_training")
@@ -118,23 +116,18 @@ class ShardData(DistributedCallback):
             self.random_state = RunRandomState(self.process_group)
             callbacks = state[torchbearer.CALLBACK_LIST]
             for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
-                setattr(callbacks, name, self._alike(name, getattr(callbacks, name), self.random_state))
-        wrap_methods(state[torchbearer.SELF], CALLS, self._calling(state[torchbearer.SELF].state))
+                wrap_event(callbacks, name, functools.partial(self._alike, name, self.random_state))
 
-    def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
-        """Wrap an event of the callback list, so that it draws random numbers as the table above says."""
-
-        @functools.wraps(event)
-        def alike(state: State) -> None:
-            if name in _MEETING and random_state.is_open and not random_state.is_fresh:
-                random_state.synchronize()
-            draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
-            with draws() if name in self._drawing else nullcontext():
-                event(state)
-            if name in _PASSES:
-                random_state.is_fresh = False  # rank 0 draws the order of the batches
-
-        return alike
+    @contextmanager
+    def _alike(self, name: str, random_state: RunRandomState, _: State) -> Iterator[None]:
+        """Inside, draw random numbers as the table above says for an event of the callback list."""
+        if name in _MEETING and random_state.is_open and not random_state.is_fresh:
+            random_state.synchronize()
+        draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
+        with draws() if name in self._drawing else nullcontext():
+            yield
+        if name in _PASSES:
+            random_state.is_fresh = False  # rank 0 draws the order of the batches
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[torchbearer.CALLBACK_LIST])
@@ -203,11 +196,12 @@ class ShardData(DistributedCallback):
             aggregator.on_end_validation(state)
 
     @contextmanager
-    def _calling(self, trial_state: State) -> Iterator[None]:
+    def calling(self, call: Call) -> Iterator[None]:
         """Let each call divide the user's own loaders; at its end, also after an exception, restore those it found.
 
         If a callback evaluates within a run, it finds divided loaders. The run then keeps these, and its random state.
         """
+        trial_state = call.trial.state
         found = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         is_outermost = not self._undivided
         self._undivided = self._undivided or found
@@ -217,11 +211,17 @@ class ShardData(DistributedCallback):
         finally:
             trial_state.update(found)
             if is_outermost:
-                self._end_call()
+                self._end_call([(found[key] or (None,))[0] for key in DATA_KEYS])
 
-    def _end_call(self) -> None:
-        """After the outermost call, forget a pass that has raised, and give all ranks rank 0's random state."""
+    def _end_call(self, generators: list[Any]) -> None:
+        """After the outermost call, forget a pass that has raised, and give all ranks rank 0's random state.
+
+        Args:
+            generators: Those that the Trial has now; others are forgotten, with their data.
+        """
         self._undivided = {}
+        ids = set(map(id, generators))
+        self._sharded = {key: divided for key, divided in self._sharded.items() if key in ids}
         for loader in self.divided:
             loader.shares.clear()
         if self.random_state is not None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torchbearer
+from torch.autograd.graph import Node
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
@@ -26,17 +27,20 @@ from ddp_callbacks.torchbearer.base import (
     SHARE,
     STEP_TIMES,
     WEIGHS_LOSS,
+    Call,
     DistributedCallback,
     LocalStates,
     LossWeight,
     State,
     Weight,
+    fraction_of,
     held_by,
     in_training_pass,
     share_of,
-    wrap_methods,
+    wrap_event,
 )
 from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_verify
+from ddp_callbacks.weighing import weigh_terms_of_parameters
 
 SkipBatch = Literal["non_finite"]
 
@@ -48,7 +52,31 @@ def check_skip(skip_batch: str | None, sync: object) -> None:
     check_skip_batch(skip_batch, sync)
 
 
-class AllReduceGradients(DistributedCallback):
+class WeighsLoss(DistributedCallback):
+    """Base class of callbacks that weigh the loss, after ``on_criterion`` of all callbacks, which may add to it."""
+
+    calls = ("run",)
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
+
+    @contextmanager
+    def _weighing(self, state: State) -> Iterator[None]:
+        criterion = state[torchbearer.LOSS].grad_fn
+        yield
+        self.weigh(state, criterion)
+
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss for the backward that follows.
+
+        Args:
+            state: The Trial's state.
+            criterion: ``grad_fn`` of the criterion's value.
+        """
+
+
+class AllReduceGradients(WeighsLoss):
     """Set each ``parameter.grad`` to the gradient of the global batch, before ``on_backward`` and the optimizer.
 
     See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
@@ -61,10 +89,10 @@ class AllReduceGradients(DistributedCallback):
             difference of more than 1 % is a warning, and what cannot be compared is left out.
         skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
             infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
-            ``on_criterion``, which later callbacks don't get: there is no backward and no ``on_backward``, gradients
-            are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
-            as ``on_step_training``. Rank 0 reports the batch, and the ranks and hosts with such a loss. It costs one
-            small message in each step, and reading the loss from its GPU.
+            ``on_criterion``: there is no backward and no ``on_backward``, gradients are ``None``, so the optimizer
+            changes nothing, and metrics don't count the batch. All else continues, such as ``on_step_training``. Rank 0
+            reports the batch, and the ranks and hosts with such a loss. It costs one small message in each step, and
+            reading the loss from its GPU.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
@@ -110,14 +138,24 @@ class AllReduceGradients(DistributedCallback):
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
 
-    def on_init(self, state: State) -> None:
-        super().on_init(state)
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
+        closure = call.trial.closure
         if self._skip_batch is not None:
-            wrap_methods(state[torchbearer.SELF], ("run",), self._skipping(state[torchbearer.SELF]))
+            call.trial.closure = self._ending(closure)
+        try:
+            yield
+        finally:
+            self._close()
+            if self._skip_batch is not None:
+                call.trial.closure = closure
+            if self._bad is not None:
+                self._bad.close()
+            self._bad = None
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self.on_end(state)  # an earlier run may have raised before its end
         if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             raise ConfigurationError(
                 'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
@@ -139,7 +177,8 @@ class AllReduceGradients(DistributedCallback):
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
-    def on_criterion(self, state: State) -> None:
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss, or end the closure of a batch that is skipped."""
         synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]
         if self.world_size == 1 and self._bad is None:
             return
@@ -150,6 +189,8 @@ class AllReduceGradients(DistributedCallback):
             raise _Skipped
         if self.world_size > 1:
             self._losses.look(loss, weight, where)
+        if self._loss_weight.reduction(state) == "sum":
+            weigh_terms_of_parameters(loss, criterion, fraction_of(share_of(state), self.world_size))
         if WEIGHS_LOSS not in state:
             synchronizer.weigh(weight, total)
             return
@@ -182,6 +223,9 @@ class AllReduceGradients(DistributedCallback):
                 )
 
     def on_end(self, state: State) -> None:
+        self._close()  # after an evaluation within the run, too
+
+    def _close(self) -> None:
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None
@@ -197,10 +241,8 @@ class AllReduceGradients(DistributedCallback):
             in_training_pass(self._synchronizer).load_state_dict(engines)
         self._skipped = states.mine["skipped"]
 
-    @contextmanager
-    def _skipping(self, trial: Any) -> Iterator[None]:
-        """Inside, use a closure that ends when a batch is skipped."""
-        closure = trial.closure
+    def _ending(self, closure: Callable[[State], Any]) -> Callable[[State], None]:
+        """Return a closure that ends when a batch is skipped."""
 
         @functools.wraps(closure)
         def ending(state: State) -> None:
@@ -211,14 +253,7 @@ class AllReduceGradients(DistributedCallback):
                 self._skipped += 1
                 _keep_values(state[torchbearer.METRIC_LIST])
 
-        trial.closure = ending
-        try:
-            yield
-        finally:
-            trial.closure = closure
-            if self._bad is not None:
-                self._bad.close()
-            self._bad = None
+        return ending
 
     def _verify_batch(self, verify: Verify, state: State) -> None:
         """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
@@ -251,7 +286,7 @@ class AllReduceGradients(DistributedCallback):
         check_first_batch(verify, Computation(parts, compute, {id(trial): trial}), load, self.process_group)
 
 
-class AverageParameters(DistributedCallback):
+class AverageParameters(WeighsLoss):
     """Let each rank take local steps, and average the parameters every few steps; replaces AllReduceGradients.
 
     See :class:`ddp_callbacks.ParameterAverager`. The last window closes at the end of the training pass, so callbacks
@@ -283,6 +318,14 @@ class AverageParameters(DistributedCallback):
         self._weight = 1.0  # this rank's weight in the current step
         self._put_back: Callable[[], None] | None = None
 
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Forget a pass that has raised."""
+        try:
+            yield
+        finally:
+            self.averager = None
+
     def on_start_training(self, state: State) -> None:
         if self.averager is None:
             self.averager = self._make(held_by(state), self._sync, state[torchbearer.OPTIMIZER])
@@ -293,7 +336,8 @@ class AverageParameters(DistributedCallback):
         self._weight = float(share_of(state).local)
         in_training_pass(self.averager).follow()
 
-    def on_criterion(self, state: State) -> None:
+    def weigh(self, state: State, criterion: Node | None) -> None:
+        """Weigh the loss, as long as a single process's."""
         if self.world_size == 1:
             return
         self._weight, _ = self._loss_weight.of(state)
@@ -303,6 +347,7 @@ class AverageParameters(DistributedCallback):
             self._weight, loss = 1.0, state[torchbearer.LOSS]
             if loss.requires_grad:  # the value of the loss stays unchanged, for metrics
                 loss.register_hook(lambda gradient: gradient * self.world_size)
+                weigh_terms_of_parameters(loss, criterion, 1 / self.world_size)
 
     def on_backward(self, state: State) -> None:
         if self._put_back is not None:
@@ -316,9 +361,7 @@ class AverageParameters(DistributedCallback):
         in_training_pass(self.averager).outer_step()
 
     def on_end(self, state: State) -> None:
-        self.averager = None
-
-    on_start = on_end  # an earlier run may have raised before its end
+        self.averager = None  # after an evaluation within the run, too
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Return the averager's state. Without one, return the optimizer's, which is different on each rank."""

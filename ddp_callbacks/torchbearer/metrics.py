@@ -5,33 +5,39 @@ Sums are added up, rows put into the loader's order, and scalars of the parts of
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchbearer
+from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.batch_logs import BatchLog, merge_batch_logs
+from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import (
     RUN_RANDOM_STATE,
+    Call,
     DistributedCallback,
     LocalStates,
     LossWeight,
     State,
     Weight,
+    has_event,
     share_of,
+    wrap_event,
 )
 
+_ADDING = ("on_criterion", "on_criterion_validation")  # events in which callbacks add to the loss
 _LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
 
 
@@ -49,6 +55,8 @@ class ReduceMetrics(DistributedCallback):
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
+        ConfigurationError: An ``EpochLambda`` gets predictions or targets whose first dimension does not hold samples,
+            or rows of samples.
         MismatchError: A rank lacks a metric; lists all ranks' keys.
     """
 
@@ -63,19 +71,38 @@ class ReduceMetrics(DistributedCallback):
         self._is_in_pass = False
         self._pass: MetricsPass | None = None  # the current pass, on several processes
 
-    def on_start_training(self, state: State) -> None:
-        self.on_end_training(state)  # an earlier run may have raised before its end
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        for name in ("on_start_training", "on_start_validation"):
+            wrap_event(state[torchbearer.CALLBACK_LIST], name, self._beginning)
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Restore the metrics of a pass that has raised."""
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def _beginning(self, state: State) -> Iterator[None]:
+        """Begin a pass after all callbacks: they may replace the list of metrics."""
+        yield
+        self._end()
         self._is_in_pass = True
         if self.world_size > 1:
             self._pass = MetricsPass(state, self._loss_weight, self.process_group)
 
     def on_end_training(self, state: State) -> None:
+        self._end()
+
+    on_end_validation = on_end_training
+
+    def _end(self) -> None:
         self._is_in_pass = False
         if self._pass is not None:
             self._pass.close()
             self._pass = None
-
-    on_start_validation, on_end_validation = on_start_training, on_end_training
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Return the metrics' whole state in a pass; otherwise only the part that they keep from pass to pass."""
@@ -83,16 +110,15 @@ class ReduceMetrics(DistributedCallback):
             "is_in_pass": self._is_in_pass,
             "metrics": [
                 encode(plain_attributes(metric)) if self._is_in_pass or not _torchbearer.held(metric) else {}
-                for metric, _ in _torchbearer.metrics_within(state[torchbearer.METRIC_LIST])
+                for metric, _ in _torchbearer.metrics_within(self._list_in(state))
             ],
             "pass": None if self._pass is None else encode(self._pass.state_dict()),
         }
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
         """Continue. On another number of ranks, a metric that cannot be merged has rank 0's values on every rank."""
-        metric_list, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["is_in_pass"]
+        metric_list, is_in_pass = self._list_in(state), states.mine["is_in_pass"]
         if not is_in_pass:
-            self.on_end_training(state)  # otherwise the next pass would put back the running means of one that raised
             metric_list.reset(state)  # this chooses a metric that depends on the criterion
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
         metrics = list(_torchbearer.metrics_within(metric_list))
@@ -105,6 +131,10 @@ class ReduceMetrics(DistributedCallback):
         if self._pass is not None and recorded is not None:
             self._pass.load_state_dict(recorded)
 
+    def _list_in(self, state: State) -> MetricList:
+        """Return the pass's list of metrics, between two passes the Trial's: callbacks may replace it for a pass."""
+        return (state if self._is_in_pass else state[torchbearer.SELF].state)[torchbearer.METRIC_LIST]
+
 
 class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
@@ -114,7 +144,9 @@ class MetricsPass:
         self._loss_weight, self._group = loss_weight, group
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
-        self._rows: list[int] = []  # number of rows in each batch
+        self._step = -1  # the current batch
+        self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums
+        self._added = BatchLog()  # the loss, and these terms, of each batch
         self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
         self._metrics = list(_torchbearer.metrics_within(self._list))
         self._logs = [BatchLog() for _ in self._metrics]
@@ -122,18 +154,24 @@ class MetricsPass:
         self._restore = ExitStack()
         for place, (metric, root) in enumerate(self._metrics):
             self._record(place, metric, isinstance(root, _LossMetric))
+        for callback in state[torchbearer.CALLBACK_LIST] if self._reduction == "sum" else ():
+            for event in _ADDING:
+                if has_event(callback, event):
+                    self._replace(
+                        callback, event, functools.partial(self._note_term, callback, getattr(callback, event))
+                    )
         self._replace(self._list, "process", self._process)
         self._replace(self._list, "process_final", self._process_final)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's records as tensors and plain data, without the metrics' own sums and rows. Local."""
-        logs = [log.columns() for log in self._logs]
-        return {"samples": self._samples, "rows": self._rows, "windows": self._windows, "logs": logs}
+        logs = [log.columns() for log in (self._added, *self._logs)]
+        return {"samples": self._samples, "step": self._step, "windows": self._windows, "logs": logs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
-        self._samples, self._rows, self._windows = state["samples"], state["rows"], state["windows"]
-        self._logs = [BatchLog(*map(list, columns)) for columns in state["logs"]]
+        self._samples, self._step, self._windows = state["samples"], state["step"], state["windows"]
+        self._added, *self._logs = [BatchLog(*map(list, columns)) for columns in state["logs"]]
 
     def close(self) -> None:
         """Restore the metrics."""
@@ -147,12 +185,17 @@ class MetricsPass:
             if values.dim():
                 own(metric, values)
             else:
-                self._logs[place].add(len(self._rows) - 1, self._weight if is_loss else self._local, values)
+                self._logs[place].add(self._step, self._weight if is_loss else self._local, values)
 
         def process_running(values: torch.Tensor) -> Any:
             shown = own(metric, values)
             if shown is not None:  # in training
-                self._logs[place].add(len(self._rows) - 1, *self._sum_of(values, is_loss))
+                self._logs[place].add(self._step, *self._sum_of(values, is_loss))
+            return shown
+
+        def process_rows(state: State) -> Any:
+            shown = own(metric, state)
+            self._logs[place].add(self._step, self._local, torch.tensor(_torchbearer.rows_in(metric)))
             return shown
 
         if isinstance(metric, Mean | Var):
@@ -162,6 +205,7 @@ class MetricsPass:
             # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
             self._restore.callback(lambda: _torchbearer.run_on(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
+            self._replace(metric, "process", process_rows)
             self._restore.enter_context(_torchbearer.without_running(metric))
 
     def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
@@ -173,20 +217,26 @@ class MetricsPass:
             return weight, values
         return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
-    def _replace(self, metric: Metric, name: str, method: Any) -> None:
-        setattr(metric, name, method)
-        self._restore.callback(vars(metric).pop, name, None)
+    def _note_term(self, callback: Callback, event: Callable[[State], None], state: State) -> None:
+        before = state[torchbearer.LOSS].detach().clone()  # a callback may add in place
+        event(state)
+        self._terms[callback] = state[torchbearer.LOSS].detach() - before
+
+    def _replace(self, owner: Any, name: str, method: Any) -> None:
+        restore = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (vars(owner).pop, name, None)
+        setattr(owner, name, method)
+        self._restore.callback(*restore)
 
     def _process(self, state: State) -> dict[str, Any]:
         self._local = share_of(state).local
         self._samples += self._local
-        self._rows.append(0)
+        self._step += 1
+        terms, self._terms = [*self._terms.values()], {}
         if not self._local:
             return dict(state[torchbearer.METRICS])
         self._weight, _ = self._loss_weight.of(state)
-        prediction = state[torchbearer.Y_PRED]
-        if isinstance(prediction, torch.Tensor) and prediction.dim():
-            self._rows[-1] = prediction.shape[0]
+        if terms and not state[torchbearer.LOSS].dim():
+            self._added.add(self._step, self._local, torch.stack([state[torchbearer.LOSS], *terms]))
         return MetricList.process(self._list, state)  # type: ignore[no-any-return]
 
     def _process_final(self, state: State) -> dict[str, Any]:
@@ -205,8 +255,7 @@ class MetricsPass:
         mine = {
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
             "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
-            "rows": self._rows,
-            "logs": [log.columns() for log in self._logs],
+            "logs": [log.columns() for log in (self._added, *self._logs)],
             "random": random_state and random_state.offer(),
         }
         of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
@@ -226,26 +275,52 @@ def _join(
 
     Args:
         metrics: Each metric with the root of its tree.
-        of_ranks: For each rank, each metric's sums or rows (``held``), the columns of each metric's log (``logs``), and
-            the number of rows in each batch (``rows``).
+        of_ranks: For each rank, each metric's sums or rows (``held``), and the columns of the log of what was added to
+            the loss, and of each metric's log (``logs``).
         windows: The state of running means at the start of the pass.
         reduction: ``"mean"`` or ``"sum"``, for metrics of the loss.
     """
     running: dict[str, Any] = {}
-    rows = [found["rows"] for found in of_ranks]
-    for place, (metric, root) in enumerate(metrics):
-        logs = [BatchLog(*map(list, found["logs"][place])) for found in of_ranks]
-        kind = reduction if isinstance(root, _LossMetric) else "mean"
-        _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], rows)
+    added, *logs_of_metrics = zip(*(map(_log, found["logs"]) for found in of_ranks), strict=True)
+    surplus = _surplus(added)  # empty unless losses are sums
+    for place, ((metric, root), logs) in enumerate(zip(metrics, logs_of_metrics, strict=True)):
+        is_loss = isinstance(root, _LossMetric)
+        kind = reduction if is_loss else "mean"
+        _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], logs)
         if isinstance(metric, RunningMean) and any(log.steps for log in logs):
-            sums = merge_batch_logs(logs, "sum")
+            sums = _without(merge_batch_logs(logs, "sum"), surplus if is_loss else {})
             weights = sums.weights if kind == "mean" else [1.0] * len(sums.weights)
             means = [total / weight for total, weight in zip(sums.values, weights, strict=True)]
             running[metric.name] = _torchbearer.run_on(metric, windows[place], means)
         elif isinstance(metric, Mean | Var):
-            for value in merge_batch_logs(logs, kind).values:
+            for value in _without(merge_batch_logs(logs, kind), surplus if is_loss else {}).values:
                 type(metric).process(metric, value)
     return running
+
+
+def _log(columns: Sequence[Any]) -> BatchLog:
+    return BatchLog(*map(list, columns))
+
+
+def _surplus(added: Sequence[BatchLog]) -> dict[int, torch.Tensor]:
+    """Return by how much the sum over the ranks exceeds the loss, by step: terms that all have alike count once.
+
+    Args:
+        added: For each rank, the loss of its part of each batch, and the terms in it that callbacks have added.
+    """
+    surplus = {}
+    for step, parts in by_step(added).items():
+        values = torch.stack([value for _, value in parts])
+        rounding = 8 * torch.finfo(values.dtype).eps * values[:, 0].abs().max()
+        is_common = values.amax(0) - values.amin(0) <= rounding
+        is_common[0] = False  # the loss
+        surplus[step] = values[1:, is_common].sum()
+    return surplus
+
+
+def _without(log: BatchLog, surplus: Mapping[int, torch.Tensor]) -> BatchLog:
+    values = [value - surplus.get(step, 0) for step, value in zip(log.steps, log.values, strict=True)]
+    return BatchLog(log.steps, log.weights, values)
 
 
 def _load_merged(
@@ -259,17 +334,18 @@ def _load_merged(
     Returns:
         The records for this rank's pass, see :meth:`MetricsPass.load_state_dict`; and the values of running means.
     """
-    nothing = {"samples": 0, "rows": [], "windows": [{} for _ in metrics], "logs": [[[], [], []] for _ in metrics]}
+    logs = [BatchLog().columns() for _ in range(len(metrics) + 1)]
+    nothing = {"samples": 0, "step": -1, "windows": [{} for _ in metrics], "logs": logs}
     of_ranks = [{**(found["pass"] or nothing), "held": found["metrics"]} for found in states.of_ranks]
     running = _join(metrics, of_ranks, of_ranks[0]["windows"], reduction)
-    rows = [max(_torchbearer.rows_in(metric) for metric, _ in metrics)]
-    if states.rank:
-        for metric, _ in metrics:
+    samples = sum(found["samples"] for found in of_ranks)
+    for place, (metric, _) in enumerate(metrics):
+        if states.rank:
             _torchbearer.add_up(metric, [], [])
-        rows = [0]
+        elif isinstance(metric, EpochLambda):
+            logs[place + 1] = [0], [float(samples)], torch.tensor([_torchbearer.rows_in(metric)])
     windows = [_torchbearer.window_of(metric) for metric, _ in metrics]  # over whole batches, on every rank
-    samples = sum(found["samples"] for found in of_ranks) / states.world_size
-    return {"samples": samples, "rows": rows, "windows": windows, "logs": nothing["logs"]}, running
+    return {"samples": samples / states.world_size, "step": 0, "windows": windows, "logs": logs}, running
 
 
 def _may_differ(metric: Metric) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import inspect
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
-from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, has_event, wrap_methods
+from ddp_callbacks.torchbearer.base import CALLS, RANDOM_STATE, Call, DistributedCallback, State, has_event
 
 WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -41,6 +41,8 @@ class RankZeroOutput(DistributedCallback):
         process_group: The ranks' process group; ``None`` is the default group.
     """
 
+    calls = (*CALLS, "replay")
+
     def __init__(self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
         self._writers = WRITERS + tuple(also)
@@ -53,7 +55,6 @@ class RankZeroOutput(DistributedCallback):
                 callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
             if isinstance(callback, self._writers):
                 self._silence(callback)
-        wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._not_verbose)
 
     def _silence(self, callback: Callback) -> None:
         for event in EVENTS:  # only those that it handles: all ranks must see the same ones
@@ -67,16 +68,17 @@ class RankZeroOutput(DistributedCallback):
 
         return handle_there
 
-    def _not_verbose(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(method)
-
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs)
-            if self.rank != 0:
-                arguments.arguments["verbose"] = 0
-            return method(*arguments.args, **arguments.kwargs)
-
-        return quiet
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Let the Trial be silent on the other ranks."""
+        given = dict(call.arguments)
+        if self.rank != 0:
+            call.arguments["verbose"] = 0
+        try:
+            yield
+        finally:
+            call.arguments.clear()
+            call.arguments.update(given)  # it may be called again, on another rank
 
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:

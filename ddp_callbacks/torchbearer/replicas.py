@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks import replicas
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.comm.equality import OnDivergence
@@ -26,12 +26,12 @@ from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.step_times import Part
 from ddp_callbacks.torchbearer.base import (
-    CALLS,
     DATA_KEYS,
     RANDOM_STATE,
     SHARE,
     STEP_TIMES,
     WEIGHS_LOSS,
+    Call,
     DistributedCallback,
     LocalStates,
     State,
@@ -39,7 +39,6 @@ from ddp_callbacks.torchbearer.base import (
     handles,
     held_by,
     share_of,
-    wrap_methods,
 )
 from ddp_callbacks.versions import __version__
 
@@ -75,9 +74,7 @@ class BroadcastParameters(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        for name in CALLS:
-            wrap_methods(state[SELF], (name,), self._calling(name))
-        wrap_methods(state[SELF], ("load_state_dict",), self._noting_checkpoint)
+        state[SELF].load_state_dict = self._noting_checkpoint(state[SELF].load_state_dict)
 
     def on_start(self, state: State) -> None:
         begin_run(self.process_group)
@@ -114,9 +111,9 @@ class BroadcastParameters(DistributedCallback):
         return settings
 
     @contextmanager
-    def _calling(self, name: str) -> Iterator[None]:
+    def calling(self, call: Call) -> Iterator[None]:
         """Note which method is called: all begin alike, so different ones on the ranks would deadlock later."""
-        self._called = name
+        self._called = call.name
         try:
             yield
         except BaseException as exception:
@@ -125,6 +122,7 @@ class BroadcastParameters(DistributedCallback):
             raise
 
     def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def noting(state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
             loaded = method(state_dict, resume, **kwargs)
             self._random_state = state_dict.get(RANDOM_STATE) if resume else None
@@ -168,14 +166,14 @@ class SynchronizeBuffers(DistributedCallback):
         super().__init__(process_group)
         self._sync_batchnorm = sync_batchnorm
         self._synchronizer: BatchNormSynchronizer | None = None
-        self._samples = 0.0
+        self.samples = 0.0
+        """The number of this rank's samples in the pass, which weigh its running statistics."""
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
         if self._sync_batchnorm:
             state[WEIGHS_LOSS] = True
-            wrap_methods(state[SELF], CALLS, self._restoring())
 
     def on_start(self, state: State) -> None:
         # In predict() a rank has whole batches. A call within a call finds synchronized layers.
@@ -187,11 +185,11 @@ class SynchronizeBuffers(DistributedCallback):
             )
 
     def on_start_training(self, state: State) -> None:
-        self._samples = 0
+        self.samples = 0
 
     def on_sample(self, state: State) -> None:
         share = share_of(state)
-        self._samples += share.local
+        self.samples += share.local
         if share.local == 0:
             self._saved = [(buffer, buffer.clone()) for buffer in replicas.running_statistics(held_by(state))]
 
@@ -201,20 +199,20 @@ class SynchronizeBuffers(DistributedCallback):
         self._saved = []
 
     def on_end_training(self, state: State) -> None:
-        replicas.merge_buffers(held_by(state), self._samples, self.process_group)
-        self._samples = 0
+        replicas.merge_buffers(held_by(state), self.samples, self.process_group)
+        self.samples = 0
 
     def local_state(self, state: State) -> dict[str, Any]:
-        return {"samples": self._samples, "buffers": dict(held_by(state).named_buffers())}
+        return {"samples": self.samples}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """Continue. On another number of ranks, all get the merged statistics, and count as equal parts of the pass."""
+        """Continue. On another number of ranks, all count as equal parts of the pass: buffers are merged then."""
         samples = states.of("samples").of_ranks
-        self._samples = states.mine["samples"] if states.is_same_world else sum(samples) / states.world_size
-        load_buffers(held_by(state), states.of("buffers"), samples)
+        self.samples = states.mine["samples"] if states.is_same_world else sum(samples) / states.world_size
 
     @contextmanager
-    def _restoring(self) -> Iterator[None]:
+    def calling(self, call: Call) -> Iterator[None]:
+        """Restore the model's layers after the outermost call."""
         is_outermost = self._synchronizer is None
         try:
             yield

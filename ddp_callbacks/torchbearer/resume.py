@@ -19,7 +19,7 @@ from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, PeerError, Preempted, say
-from ddp_callbacks.torchbearer.base import CALLS, DistributedCallback, State, wrap_methods, wrap_outermost
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.run_state import RunState
@@ -45,17 +45,18 @@ class Resume(ResumeOptions, DistributedCallback):
     this library.
     """
 
+    calls = ("run",)
     _saved: Saved | None = None  # the file's content, until a run has continued from it
     _has_read = False
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
         self._complete(state)
-        wrap_methods(state[torchbearer.SELF], ("run",), self._resuming(state[torchbearer.SELF]))
 
     @contextlib.contextmanager
-    def _resuming(self, trial: Any) -> Iterator[None]:
-        callbacks: CallbackList = trial.state[torchbearer.CALLBACK_LIST]
+    def calling(self, call: Call) -> Iterator[None]:
+        """Resume the run inside, and let it stop."""
+        callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
@@ -64,15 +65,14 @@ class Resume(ResumeOptions, DistributedCallback):
                 f"Resume needs DDPCallback, or {type(self._added[0]).__name__}, to know the position of several "
                 "processes in the data, and their metrics. Add it."
             )
-        data = next(callback for callback in callbacks if isinstance(callback, ShardData))
-        data.make_resumable()
+        data = _resumable_data(callbacks)
         self.process_group = self.preemption.process_group = data.process_group
         recovery = next((callback.recovery for callback in callbacks if isinstance(callback, Recover)), None)
-        run_state, savers = RunState(trial, callbacks, data, recovery), Savers(recovery, self, self.process_group)
+        run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, self, self.process_group)
         with savers.opened():
             run = _Run(callbacks, run_state, savers, self._read(savers, run_state.about))
             try:
-                with run.injected(trial):
+                with run.injected(call.trial):
                     yield
             finally:
                 self._saved = run.saved
@@ -110,22 +110,19 @@ class Recover(DistributedCallback):
     the processes that are left.
     """
 
+    is_outermost = True
+
     def __init__(self) -> None:
         super().__init__()
         self.recovery = Recovery()
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        trial, self._callbacks = state[torchbearer.SELF], state[torchbearer.CALLBACK_LIST]
-        wrap_methods(trial, ("run",), self._copying(trial))
-        wrap_outermost(trial, CALLS, self._recovering)
+        self._callbacks = state[torchbearer.CALLBACK_LIST]
 
-    def _recovering(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.recovery.call(functools.partial(method, *args, **kwargs), self)
-
-        return call
+    def around(self, inside: Callable[[], Any], call: Call) -> Any:
+        """Return ``inside()``, called again if processes have died."""
+        return self.recovery.call(functools.partial(super().around, inside, call), self)
 
     def begin_again(self) -> None:
         """Forget the call that has failed."""
@@ -140,17 +137,23 @@ class Recover(DistributedCallback):
                 callback.divide_again()
 
     @contextlib.contextmanager
-    def _copying(self, trial: Any) -> Iterator[None]:
-        callbacks: CallbackList = trial.state[torchbearer.CALLBACK_LIST]
-        if any(isinstance(callback, Resume) for callback in callbacks):
-            yield  # it does so with its own
-            return
-        data = next(callback for callback in callbacks if isinstance(callback, ShardData))
-        data.make_resumable()
-        run_state = RunState(trial, callbacks, data, self.recovery)
-        savers = Savers(self.recovery, None)
-        with _Run(callbacks, run_state, savers, savers.read()).injected(trial):
+    def calling(self, call: Call) -> Iterator[None]:
+        """Keep copies of a run, unless ``Resume`` does so with its own."""
+        if call.name != "run" or any(isinstance(callback, Resume) for callback in self._callbacks):
             yield
+            return
+        callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
+        run_state = RunState(call.trial, callbacks, _resumable_data(callbacks), self.recovery)
+        savers = Savers(self.recovery, None)
+        with _Run(callbacks, run_state, savers, savers.read()).injected(call.trial):
+            yield
+
+
+def _resumable_data(callbacks: CallbackList) -> ShardData:
+    """Return the callback that divides the data, which does so with loaders that can resume from now on."""
+    data = next(callback for callback in callbacks if isinstance(callback, ShardData))
+    data.make_resumable()
+    return data
 
 
 class _Run(CallbackListInjection):  # type: ignore[misc]
@@ -193,7 +196,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         if self._state is not None:
             return
         self._state = state
-        self._run_state.note_start()
+        self._run_state.note_start(state)
         if self.saved is None:
             self._savers.pass_begin(functools.partial(self._run_state.content, state, None, False))
         if self.saved is None or self._is_of_a_later_run(state):

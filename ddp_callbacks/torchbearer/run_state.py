@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torchbearer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchbearer import Callback
 from torchbearer.callbacks import CSVLogger
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
@@ -20,7 +23,8 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from ddp_callbacks.checkpoints import LocalStates, Saved, attributes
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.checkpoints.resume import Content, closed_windows
+from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffers
+from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.files import count_lines, keep_lines
@@ -28,9 +32,12 @@ from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure,
 from ddp_callbacks.torchbearer.base import DistributedCallback, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.gradients import AverageParameters
+from ddp_callbacks.torchbearer.replicas import SynchronizeBuffers
 
 _TRAIN = str(torchbearer.TRAIN_DATA)
 _DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
+_MODEL = str(torchbearer.MODEL)
+_OTHERS = "ddp_callbacks_others"  # key in the file, which a plain Trial ignores
 
 
 class RunState:
@@ -57,14 +64,19 @@ class RunState:
         self._filemodes = {one: one.filemode for one in self._others.values() if isinstance(one, CSVLogger)}
         self.about = _describe(trial, data)
 
-    def note_start(self) -> None:
-        """Note the callbacks' attributes, to save only those that the run changes. Call it after ``on_start``."""
+    def note_start(self, state: State) -> None:
+        """Note attributes, to save only those that the run changes. Call it after ``on_start``."""
         for callback, mode in self._filemodes.items():
             callback.filemode = mode  # a later call opens the file as without this library
         found = {name: self._attributes(one) for name, one in self._others.items()}
+        owners = self._owners(state)
+        found |= {name: attributes_of(owner) for name, owner in owners.items()}
         before = {} if self._recovery is None else self._recovery.at_start(found, self._trial.state[torchbearer.DEVICE])
         for name, values in before.items():
-            vars(self._others[name]).update(values)
+            if name in self._others:
+                vars(self._others[name]).update(values)
+            elif name in owners:
+                set_attributes(owners[name], values)
         if self._recovery is not None:
             loaders = self._loaders()
             orders = self._recovery.at_start({key: each.attributes.plain() for key, each in loaders.items()}, "cpu")
@@ -86,12 +98,16 @@ class RunState:
         own = self._own(state) | {"batches": batches, "is_last": is_last}
         averages = [one.averager for one in self._ours.values() if isinstance(one, AverageParameters)]
         with closed_windows(averager for averager in averages if averager is not None):
-            yield self._shared, own, self.about
+            yield functools.partial(self._shared, state), own, self.about
 
-    def _shared(self) -> dict[str, Any]:
-        """Return the Trial's ``state_dict`` without its callbacks; Torchbearer can load it without this library."""
+    def _shared(self, state: State) -> dict[str, Any]:
+        """Return the Trial's ``state_dict`` without its callbacks; Torchbearer can load it without this library.
+
+        One more key has what else of the state can be saved: a criterion with parameters, a second optimizer.
+        """
         callbacks = str(torchbearer.CALLBACK_LIST)
-        return {str(key): value for key, value in self._trial.state_dict().items() if str(key) != callbacks}
+        whole = {str(key): value for key, value in self._trial.state_dict().items() if str(key) != callbacks}
+        return whole | {_OTHERS: {name: other.state_dict() for name, other in self._stateful(state).items()}}
 
     def _own(self, state: State) -> dict[str, Any]:
         """Return this rank's own state. Local."""
@@ -101,6 +117,9 @@ class RunState:
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
+            "samples": sum(one.samples for one in self._ours.values() if isinstance(one, SynchronizeBuffers)),
+            "buffers": {name: dict(module.named_buffers()) for name, module in self._modules(state).items()},
+            "attributes": self._changed_attributes(state),
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._random_state.state_dict(),
@@ -117,6 +136,24 @@ class RunState:
 
     def _attributes(self, callback: Callback) -> dict[str, Any]:
         return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
+
+    def _stateful(self, state: State, kinds: Any = (torch.nn.Module, Optimizer, LRScheduler)) -> dict[str, Any]:
+        """Return the modules, optimizers and schedulers that the Trial's ``state_dict`` lacks, by their key."""
+        own = {*state[torchbearer.MODEL].modules(), state[torchbearer.OPTIMIZER]}
+        return {str(key): value for key, value in state.items() if isinstance(value, kinds) and value not in own}
+
+    def _modules(self, state: State) -> dict[str, Any]:
+        return {_MODEL: state[torchbearer.MODEL], **self._stateful(state, torch.nn.Module)}
+
+    def _owners(self, state: State) -> dict[str, Any]:
+        """Return the objects whose plain attributes are saved: the user's modules, and the criterion in any case."""
+        return {str(torchbearer.CRITERION): state[torchbearer.CRITERION], **self._modules(state)}
+
+    def _changed_attributes(self, state: State) -> dict[str, Any]:
+        return {
+            name: attributes.changed(attributes_of(owner), self._at_start.get(name, {}))
+            for name, owner in self._owners(state).items()
+        }
 
     def _loaders(self) -> dict[str, Any]:
         """Return the divided loaders of training and validation."""
@@ -171,6 +208,7 @@ class RunState:
         states = self._states(saved)
         own, device = states.mine, self._trial.state[torchbearer.DEVICE]
         self._load_trial(saved, own)
+        self._load_others(saved, states, state)
         for callback, found in self._saved_others(own):
             _put_back_callback(callback, found, device)
         if own["batches"] is not None:
@@ -189,6 +227,15 @@ class RunState:
         else:  # without data, all ranks draw the same
             set_global_state(own["random"]["own"])
 
+    def _load_others(self, saved: Saved, states: LocalStates, state: State) -> None:
+        for name, other in self._stateful(state).items():
+            other.load_state_dict(saved.shared[_OTHERS][name])
+        samples = [own["samples"] for own in states.of_ranks]
+        for name, module in self._modules(state).items():
+            load_buffers(module, states.of("buffers").of(name), samples)
+        for name, owner in self._owners(state).items():
+            load_attributes(owner, states.of("attributes").of(name), state[torchbearer.DEVICE])
+
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
         for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
             parameter.requires_grad_(is_trainable)
@@ -202,7 +249,8 @@ class RunState:
         return [(one, own["others"][name]) for name, one in self._others.items() if name in own["others"]]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self._trial.state[torchbearer.MODEL].parameters()  # type: ignore[no-any-return]
+        for module in self._modules(self._trial.state).values():
+            yield from module.parameters()
 
 
 def _named(callbacks: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import changed, checksums_of
 from ddp_callbacks.checkpoints.resume import Every, Interval
-from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
+from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
 
 CPU = torch.device("cpu")
 

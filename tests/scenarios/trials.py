@@ -37,11 +37,12 @@ from torchbearer.callbacks import (
     GradientClipping,
     GradientNormClipping,
     L1WeightDecay,
+    L2WeightDecay,
     MostRecent,
     StepLR,
 )
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
-from torchbearer.metrics import EpochLambda, lambda_metric, mean, running_mean, std, to_dict, var
+from torchbearer.metrics import EpochLambda, MetricList, lambda_metric, mean, running_mean, std, to_dict, var
 from ways import Way
 
 from ddp_callbacks import DiLoCo, LocalSGD, get_rank, get_world_size
@@ -512,6 +513,51 @@ def metrics(extra: Extra) -> Any:
     return train(made, DataLoader(data(43), 11), DataLoader(data(21, 9), 9, shuffle=True))
 
 
+class Tagger(nn.Module):
+    """Its predictions have three rows for each sample; the targets have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(outputs=3 * CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x).view(-1, CLASSES)
+
+
+def tagging_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(prediction, target.repeat_interleave(3))
+
+
+@exact
+def predictions_and_targets_with_rows_of_their_own(extra: Extra) -> Any:
+    @to_dict
+    @lambda_metric("tagged", on_epoch=True)
+    def tagged(prediction: torch.Tensor, target: torch.Tensor) -> float:
+        return float(prediction[torch.arange(len(prediction)), target.repeat_interleave(3)].square().mean())
+
+    made = trial(extra(), Tagger(), criterion=tagging_loss, metrics=["loss", tagged])
+    return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+
+
+class AddsMetric(Callback):  # type: ignore[misc]
+    """As ``PyCM`` does for a confusion matrix."""
+
+    def on_start_training(self, state: Any) -> None:
+        found = to_dict(EpochLambda("in_order", in_order, running=False))
+        if not state[torchbearer.MODEL].training:
+            found.eval(data_key=state[torchbearer.DATA])
+        found.reset(state)
+        state[torchbearer.METRIC_LIST] = MetricList([state[torchbearer.METRIC_LIST], found])
+
+    on_start_validation = on_start_training
+
+
+@exact
+def metrics_that_a_callback_adds(extra: Extra) -> Any:
+    made = trial(extra(), callbacks=[AddsMetric()])
+    return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+
+
 @exact
 def regression(extra: Extra) -> Any:
     x, y = data(30).tensors
@@ -623,6 +669,32 @@ def a_closure_that_accumulates(extra: Extra) -> Any:
 def sum_reduction(extra: Extra) -> Any:
     made = trial(extra(), criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=SMALL_STEPS)
     return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+
+
+def decayed_logits(state: Any) -> torch.Tensor:
+    """A sum over the samples."""
+    return 0.01 * state[torchbearer.Y_PRED].square().sum()
+
+
+@exact
+def terms_that_callbacks_add_to_a_sum(extra: Extra) -> Any:
+    """Of parameters, before and behind ours, and of samples."""
+    results = []
+    for sign in (1, -1):
+        model = network()
+        decay = L2WeightDecay(0.1, params=list(model.parameters()))
+        callbacks = [*extra(), decay, torchbearer.callbacks.add_to_loss(decayed_logits)][::sign]
+        made = trial(callbacks, model, SMALL_STEPS, nn.CrossEntropyLoss(reduction="sum"))
+        results.append(train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4)))
+    return results
+
+
+@scenario
+def a_term_of_parameters_in_batches_smaller_than_the_world(extra: Extra) -> Any:
+    model = network()
+    decay = L2WeightDecay(0.1, params=list(model.parameters()))
+    made = trial(extra(), model, SMALL_STEPS, nn.CrossEntropyLoss(reduction="sum"), callbacks=[decay])
+    return train(made, DataLoader(data(7), 2, shuffle=True))
 
 
 @scenario

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import random
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -479,6 +481,39 @@ def test_after_a_pass_that_raised_all_processes_have_the_same_running_loss() -> 
     assert_equal(*by_rank([dict(epoch) for epoch in made.run(2)]), 0.0)
 
 
+class Fails(Callback):  # type: ignore[misc]
+    def on_step_training(self, state: Any) -> None:
+        if state[torchbearer.BATCH] == 1:
+            raise KeyError("enough")
+
+
+@WORLD
+def test_a_model_whose_trial_raised_trains_in_a_new_one_and_in_a_loop_of_its_own() -> None:
+    def trained(ddp: Any) -> list[Any]:
+        model = network()
+        for callbacks in ([Fails()], []):
+            with contextlib.suppress(KeyError, PeerError):
+                trial(ddp(), model=model, callbacks=callbacks).with_train_generator(DataLoader(data(20), 6)).run(1)
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(data(4).tensors[0]).sum().backward()  # as on one process: no hook is left
+        return [dict(model.named_parameters()), [parameter.grad for parameter in model.parameters()]]
+
+    assert_equal(trained(lambda: [DDPCallback(verify=None)]), trained(list), relative=1e-10)
+
+
+@WORLD
+def test_data_that_a_trial_has_predicted_are_freed() -> None:
+    made, kept = trial([DDPCallback()]), []
+    for _ in range(3):
+        x = data(20).tensors[0]
+        kept.append(weakref.ref(x.untyped_storage()))
+        made.with_test_data(x, batch_size=5).predict()
+    del x
+    gc.collect()
+    assert [storage() is None for storage in kept] == [True, True, False]  # the Trial has the last one
+
+
 @WORLD
 def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -> None:
     def trained(ddp: list[Callback]) -> Any:
@@ -533,6 +568,22 @@ class Counter(Metric):  # type: ignore[misc]
 
     def process_final(self, *args: Any) -> dict[str, int]:
         return {"count": self.count}
+
+
+class TimeFirst(nn.Module):
+    """Its predictions have shape ``[time, batch, class]``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(1, -1, FEATURES).expand(3, -1, -1)
+
+
+@WORLD
+def test_a_metric_of_an_epoch_whose_predictions_do_not_begin_with_the_samples_is_refused_by_name() -> None:
+    metric = torchbearer.metrics.to_dict(torchbearer.metrics.EpochLambda("tagged", lambda *_: 0.0))
+    made = trial([DDPCallback()], TimeFirst(), lambda _: None, lambda *_: torch.zeros(()), [metric])
+    made.with_val_generator(DataLoader(data(3), 3))
+    with pytest.raises(ConfigurationError, match=r"the metric tagged needs .* of Y_PRED, but there are 3 rows"):
+        made.evaluate()
 
 
 @WORLD

@@ -1,4 +1,4 @@
-"""Save and load the plain attributes of a module that a fit changes, such as a list of its steps' outputs."""
+"""Save and load the plain attributes of a module, or of another object, that a run changes, such as a count."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from ddp_callbacks.comm.checksums import checksum_of
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of layers whose class the user has written, by names like ``"encoder.outputs"``."""
-    known = memory_of_model(module)
+def attributes_of(module: Any) -> dict[str, Any]:
+    """Return the plain attributes of layers whose class the user has written, by names like ``"encoder.outputs"``.
+
+    An object that is no module counts as one layer.
+    """
+    known = memory_of_model(module) if isinstance(module, torch.nn.Module) else ()
     found: dict[str, Any] = {}
-    for prefix, part in module.named_modules():
-        if not _is_foreign(type(part)):
-            inherited = vars(next(kind for kind in type(part).__mro__ if kind in _bases(module))())
+    for prefix, part in _parts_of(module).items():
+        if not _is_foreign(type(part)) and hasattr(part, "__dict__"):
+            inherited = _inherited(part, module)
             own = {name: value for name, value in plain_attributes(part, known).items() if name not in inherited}
             found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
     return found
 
 
-def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.device) -> None:
+def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
     """Restore the attributes that had changed. Local.
 
     On another number of ranks, attributes that differed between the ranks are left out, and rank 0 warns of them.
@@ -43,14 +46,14 @@ def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.
         warnings.warn(
             f"{names}: each of the {len(states.of_ranks)} processes of the run that was cut had its own. On another "
             "number of processes they are reset. Keep what is summed over the batches of an epoch in self.log or in a "
-            "metric of torchmetrics.",
+            "metric.",
             stacklevel=2,
         )
 
 
-def set_attributes(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
+def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
     """Set attributes, named as by :func:`attributes_of`. Local."""
-    parts = dict(module.named_modules())
+    parts = _parts_of(module)
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
         if owner in parts:
@@ -65,10 +68,14 @@ def _is_common(name: str, states: LocalStates) -> bool:
     return len(set(map(checksum_of, values))) == 1
 
 
-def _bases(module: torch.nn.Module) -> set[type]:
-    """Return the base classes whose attributes are not the user's: ``nn.Module``, and ``LightningModule``."""
-    hosts = {kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule" and _is_foreign(kind)}
-    return hosts | {torch.nn.Module}
+def _parts_of(module: Any) -> dict[str, Any]:
+    return dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {"": module}
+
+
+def _inherited(part: Any, module: Any) -> dict[str, Any]:
+    """Return the attributes of an object's class that are not the user's: of ``nn.Module`` or ``LightningModule``."""
+    bases = {kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule" and _is_foreign(kind)}
+    return next((vars(kind()) for kind in type(part).__mro__ if kind in bases | {torch.nn.Module}), {})
 
 
 def _is_foreign(kind: type) -> bool:
