@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.environment import WorkerEnv, stated_env
 from ddp_callbacks.process_group import current_env, get_rank, get_world_size, join_process_group, require_place
-from ddp_callbacks.schedulers import unknown_launcher
 
 _LIGHTNINGS = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
@@ -56,11 +55,13 @@ def environment_of_job(chosen: Any) -> Any:
     If there is a process group, or under a launcher that Lightning does not know (mpirun without mpi4py, for example),
     its choice would make each process rank 0 of a world of its own.
     """
+    is_default = type(chosen).__name__ == "LightningEnvironment"  # which takes rank and size from ``devices``
     if dist.is_initialized():
+        is_right = (chosen.global_rank(), chosen.world_size()) == (get_rank(), get_world_size()) and not is_default
         is_lightnings = type(chosen).__module__.startswith(_LIGHTNINGS)
-        return JobEnvironment() if is_lightnings and not _is_of_group(chosen) else chosen
+        return JobEnvironment() if is_lightnings and not is_right else chosen
     by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "WORLD_SIZE" in os.environ
-    if type(chosen).__name__ != "LightningEnvironment" or by_lightning:
+    if by_lightning or not is_default:
         return chosen
     return JobEnvironment() if WorkerEnv.from_environ().world_size > 1 else chosen
 
@@ -69,19 +70,10 @@ def join(environment: Any, device: torch.device, backend: str | None, timeout: t
     """Join the other processes of ``environment``, to compute on ``device``. Blocks until all are there."""
     rank, size = environment.global_rank(), environment.world_size()
     meet = functools.partial(join_process_group, backend=backend, device=device, timeout=timeout)
+    stated = stated_env()
     if dist.is_initialized():
         require_place(rank, size, f"global_rank() and world_size() of {type(environment).__name__}")
-        meet()
-        return
-    if type(environment).__name__ != "LightningEnvironment" and not unknown_launcher(os.environ):
-        env = WorkerEnv.from_environ()
-        if (env.rank, env.world_size) == (rank, size):
-            meet()
-            return
-    meet(rank, size, *((environment.main_address, environment.main_port) if size > 1 else (None, None)))
-
-
-def _is_of_group(environment: Any) -> bool:
-    """Whether an environment has rank and size of the group. Lightning's default one takes them from ``devices``."""
-    is_default = type(environment).__name__ == "LightningEnvironment"
-    return not is_default and (environment.global_rank(), environment.world_size()) == (get_rank(), get_world_size())
+    elif (rank, size) != (stated.rank, stated.world_size):
+        place = (environment.main_address, environment.main_port) if size > 1 else (None, None)
+        meet = functools.partial(meet, rank, size, *place)
+    meet()

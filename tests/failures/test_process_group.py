@@ -51,7 +51,7 @@ def train_by_hand(how: str, port: int) -> None:
     made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
     fabric, values = fabric_loops.fabric(OURS), fabric_loops.fit(OURS)
     os.environ["RANK"] = str(rank)  # for the notes
-    note("trainer", [made.global_rank, made.world_size, made.is_global_zero, flat(module.state_dict().values())])
+    note("trainer", [made.global_rank, made.world_size, made.is_global_zero, flat(list(module.state_dict().values()))])
     note("fabric", [fabric.global_rank, fabric.world_size, flat(values)])
 
 
@@ -63,11 +63,15 @@ def train_alone() -> dict[str, list[float]]:
     with trainers.quiet(), fabric_loops.quiet():
         made = trainers.trainer("auto", devices=1)
         made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
-        return {"trainer": flat(module.state_dict().values()), "fabric": flat(fabric_loops.fit("auto"))}
+        return {"trainer": flat(list(module.state_dict().values())), "fabric": flat(fabric_loops.fit("auto"))}
 
 
 def flat(values: Any) -> list[float]:
-    return [number for value in values for number in value.flatten().tolist()]
+    if isinstance(values, torch.Tensor):
+        return list(values.flatten().tolist())
+    if isinstance(values, float | int):
+        return [float(values)]
+    return [number for value in values for number in flat(value)]
 
 
 def contradict() -> None:
@@ -387,7 +391,7 @@ def trains_in_a_group_of_one() -> None:
     dist.init_process_group("gloo", f"file://{Path.cwd()}/store", rank=0, world_size=1)
     module = Net()
     trainer(OURS, devices=1).fit(module, loader(shuffle=True), loader(13, 5, 9))
-    note("trainer", flat(module.state_dict().values()))
+    note("trainer", flat(list(module.state_dict().values())))
 
 
 def assert_ended_well(ranks: list[Rank]) -> None:
