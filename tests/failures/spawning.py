@@ -27,10 +27,14 @@ def sum_of_ranks() -> None:
 
 def train() -> None:
     """Uses a Trainer inside. It has started no process itself, and no variable says where the processes meet."""
-    import trainers
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
 
-    made = trainers.trainer("ddp_callbacks", devices=1)
-    made.fit(trainers.Net(), trainers.loader())
+    import ddp_callbacks.lightning  # noqa: F401
+
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
+    made = Trainer(accelerator="cpu", strategy="ddp_callbacks", devices=1, max_steps=2, limit_val_batches=0, **quiet)
+    made.fit(BoringModel())
     Path(f"rank-{dist.get_rank()}").write_text(json.dumps([made.global_rank, made.world_size, made.global_step]))
 
 

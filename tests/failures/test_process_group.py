@@ -48,6 +48,7 @@ def train_by_hand(how: str, port: int) -> None:
         join_process_group(rank, 2, HOST, port)
     module = trainers.Net()
     made = made or trainers.trainer(OURS, devices=3, num_nodes=2)  # as under a launcher, these say nothing
+    trainers.pl.seed_everything(7, verbose=False)  # as trainer() has, perhaps before the module was made
     made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
     fabric, values = fabric_loops.fabric(OURS), fabric_loops.fit(OURS)
     os.environ["RANK"] = str(rank)  # for the notes
