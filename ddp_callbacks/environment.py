@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,6 +114,13 @@ class WorkerEnv:
             port=number(environ, "MASTER_PORT"),
             several_hosts=_several_hosts(size, environ),
         )
+
+
+def stated_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv:
+    """Return the place that the variables state, wherever the processes meet; incomplete ones state nothing. Local."""
+    with suppress(ConfigurationError):
+        return WorkerEnv.from_environ({"MASTER_ADDR": "unknown", "MASTER_PORT": "1", **environ})
+    return WorkerEnv()
 
 
 def worker_env(

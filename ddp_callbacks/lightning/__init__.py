@@ -26,8 +26,8 @@ and the module's attributes. ``recovery`` begins a call again without processes 
 
 Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning; ``_lightning`` checks that they exist.
 
-``package`` makes ``classes`` for one of the ``packages``. ``callback`` chooses the strategy when a Trainer is made.
-``reductions`` has the strategies' reductions for users.
+``packages`` checks which package is there, and ``package`` makes ``classes`` for it. ``callback`` chooses the strategy
+when a Trainer is made. ``reductions`` has the strategies' reductions for users.
 """
 
 import sys
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 elif "ddp_callbacks.pytorch_lightning" not in sys.modules:
-    from ddp_callbacks.lightning.package import make
+    from ddp_callbacks.lightning.packages import make
 
     CallbackStrategy, DDPCallback, Resume, CallbackFabricStrategy = make("lightning", __name__)
 else:  # ddp_callbacks.pytorch_lightning imports this package only for its modules
@@ -45,7 +45,7 @@ else:  # ddp_callbacks.pytorch_lightning imports this package only for its modul
         """Make the classes when a program that uses both packages asks for them."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ddp_callbacks.lightning.package import make
+        from ddp_callbacks.lightning.packages import make
 
         order = ("CallbackStrategy", "DDPCallback", "Resume", "CallbackFabricStrategy")
         globals().update(zip(order, make("lightning", __name__), strict=True))

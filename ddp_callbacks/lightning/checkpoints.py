@@ -21,18 +21,19 @@ _DOING = "what the ranks resume from"
 
 
 def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return the checkpoint that ``load`` returns on this rank, or rank 0's if this rank lacks the file. A collective.
+    """Return the checkpoint that ``load`` returns here, or rank 0's if this rank cannot read the file. A collective.
 
     Args:
         path: The path, for messages.
         weights_only: As for :func:`torch.load`, with which the other ranks read the checkpoint that rank 0 sends.
 
     Raises:
-        FileNotFoundError: On every rank, if a rank lacks the file and rank 0 is one of them.
+        OSError: On every rank, if a rank cannot read the file, from a disk or a URL, and rank 0 is one of them; a
+            FileNotFoundError on those that can.
     """
     try:
         loaded, missing = load(), None
-    except FileNotFoundError as error:
+    except OSError as error:
         loaded, missing = {}, error
     has_file = all_gather_object(missing is None, _DOING)
     if all(has_file):

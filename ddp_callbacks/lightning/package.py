@@ -15,7 +15,7 @@ from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
 from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require_package
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 from ddp_callbacks.lightning.processes import NAMES
 
 # Return types are left out: jsonargparse takes a function that returns a class for a factory of its objects.
@@ -32,9 +32,8 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
         home: The name of the module that has the classes.
 
     Raises:
-        ImportError: The program uses the other package, or the installed version lacks something.
+        ImportError: The installed version lacks something.
     """
-    require_package(name)
     require_lightning(name)
     require_torchmetrics()
     strategies = importlib.import_module(f"{ROOTS[name]}.strategies")

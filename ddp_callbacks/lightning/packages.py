@@ -1,7 +1,8 @@
-"""Lightning comes as two packages, whose classes are unrelated. This module checks which of them a program uses."""
+"""Lightning comes as two packages, whose classes are unrelated. Make ours for the one that a program uses."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 
@@ -11,7 +12,14 @@ ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightni
 FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-def require_package(name: str) -> None:
+def make(name: str, home: str) -> tuple[type, type, type, type]:
+    """Make the classes for a package; see :func:`.package.make`, which imports what comes with Lightning."""
+    _require_package(name)
+    classes: tuple[type, type, type, type] = importlib.import_module("ddp_callbacks.lightning.package").make(name, home)
+    return classes
+
+
+def _require_package(name: str) -> None:
     """Raise :class:`ImportError`, saying what to import instead, if the program uses the other package."""
     other = next(each for each in ROOTS if each != name)
     instead = f"import ddp_callbacks.{other} instead of ddp_callbacks.{name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
 import torch
@@ -21,8 +21,11 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
+from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.process_group.spawn import require_forkable
 from ddp_callbacks.versions import __version__
 
 # Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".
@@ -111,6 +114,8 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         alone = self.num_processes * self.num_nodes == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
+            if self._start_method == "fork":
+                Replaced(self.launcher, "launch", _launch_forks)
 
     def _meet(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
@@ -120,6 +125,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
                 f'strategy="ddp_callbacks" runs on CPUs and CUDA GPUs, not with {accelerator}: its processes exchange '
                 'gradients through gloo or NCCL. Use accelerator="cpu" or "cuda".'
             )
+        self.cluster_environment = self._cluster_environment  # the group may be newer than this strategy
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
         if self._batch_size == "global":
@@ -175,8 +181,8 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         return torch.stack([part for _, part in sent]).to(tensor.device)
 
     def _is_alone(self) -> bool:
-        """Whether this rank communicates with no other: there is no process group."""
-        return not dist.is_initialized()
+        """Whether this rank communicates with no other."""
+        return get_world_size() == 1
 
 
 def refuse_plugin(plugin: object) -> None:
@@ -198,6 +204,11 @@ def require_same_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None
         for name, value in optimizer_settings(optimizer).items()
     }
     require_agreement(settings, "the optimizers", SAME_EVERYWHERE)
+
+
+def _launch_forks(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    require_forkable()
+    return launch(*args, **kwargs)
 
 
 def _is_plain(value: Any) -> bool:

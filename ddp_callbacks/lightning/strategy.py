@@ -255,7 +255,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return checkpoint
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return this rank's part of a loader. A collective."""
+        """Return this rank's part of a loader. A collective. Outside of a run, return the loader itself."""
+        if self._trainer is None or self._trainer.state.stage is None:
+            return dataloader
         if not self._divides:
             return dataloader if self.resume is None else self.resume.take_undivided(self._stage_name(), dataloader)
         if self.resume is None and self.world_size == 1:
@@ -331,7 +333,8 @@ def _prepare_data(prepare: Callable[[], None]) -> None:
 
 def _refuse_steps_that_draw(module: Any) -> None:
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+        step = getattr(module, name)
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
             raise ConfigurationError(
                 f"{type(module).__name__}.{name}(dataloader_iter) draws batches that only it sees, so that several "
                 f"processes cannot weigh them, nor Resume tell where it was. Write {name}(batch, batch_idx)."

@@ -16,18 +16,22 @@
 
 from ddp_callbacks.process_group.default_group import (
     DEFAULT_TIMEOUT,
+    current_env,
     get_rank,
     get_world_size,
     join_process_group,
     leave_process_group,
+    require_place,
     resolve_group,
 )
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "current_env",
     "get_rank",
     "get_world_size",
     "join_process_group",
     "leave_process_group",
+    "require_place",
     "resolve_group",
 ]

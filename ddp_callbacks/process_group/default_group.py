@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import require_torch
-from ddp_callbacks.environment import WorkerEnv, worker_env
+from ddp_callbacks.environment import WorkerEnv, number, stated_env, worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
@@ -35,6 +35,36 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes in ``group``; 1 before this process joins a group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def current_env() -> WorkerEnv:
+    """Return this process's place in the default group, wherever that comes from; before it joins one, the launcher's.
+
+    Local.
+    """
+    if not dist.is_initialized():
+        return WorkerEnv.from_environ()
+    local_rank = number(os.environ, "LOCAL_RANK")
+    return WorkerEnv(
+        get_rank(), get_world_size(), stated_env().local_rank if local_rank is None else local_rank, file=""
+    )
+
+
+def require_place(rank: int | None, size: int | None, by: str) -> None:
+    """Raise ConfigurationError if ``by`` states another rank or world size than the default group has. Local.
+
+    Args:
+        rank, size: What it states; ``None``: nothing.
+        by: What states it, for messages, in the plural: "the arguments".
+    """
+    found = get_rank(), get_world_size()
+    stated = found[0] if rank is None else rank, found[1] if size is None else size
+    if stated != found:
+        raise ConfigurationError(
+            f"this process is rank {found[0]} of {found[1]} in the process group that it has joined, but {by} state "
+            f"rank {stated[0]} of {stated[1]}. Leave them out, or let them state what the group has: a process trains "
+            "with its group."
+        )
 
 
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -59,8 +89,9 @@ def join_process_group(
 
     The callbacks and strategies of this library call it for you. Without arguments, rank and world size come from the
     variables of torchrun, MPI or Slurm (see :class:`~ddp_callbacks.environment.WorkerEnv`). If there are none, this is
-    a single process, and nothing is started. A default group that exists already is used unchanged. The process leaves
-    the group when it exits. Blocks until all processes have joined.
+    a single process, and nothing is started. A default group that exists already is used unchanged: from then on, rank
+    and world size are those of the group. The process leaves the group when it exits. Blocks until all processes have
+    joined.
 
     Args:
         rank, world_size: Rank of this process, and the number of all processes. Pass both or neither.
@@ -81,17 +112,20 @@ def join_process_group(
         Rank, world size and address of this process.
 
     Raises:
-        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, ``device`` is
-            ``"cuda"`` where there are more processes than GPUs, or processes on other hosts cannot reach the address of
-            rank 0.
+        ConfigurationError: The arguments or variables contradict each other, or the group that exists already; torch
+            lacks the backend, ``device`` is ``"cuda"`` where there are more processes than GPUs, or processes on other
+            hosts cannot reach the address of rank 0.
         ImportError: This version of torch lacks something that the library needs.
         PeerError: Another process failed or died while the connections were made.
         RendezvousError: Nothing answers at the address, or a rank did not join within ``timeout``.
     """
     if dist.is_initialized():
-        env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
+        require_place(rank, world_size, "the arguments")
+        stated = stated_env()
+        if stated.world_size >= max(2, dist.get_world_size()):  # a launcher's process may have started some itself
+            require_place(stated.rank, stated.world_size, "the launcher's variables")
         announce_join()
-        return env
+        return current_env()
     device = None if device is None else torch.device(device)
     chosen = _choose_backend(backend, device)
     env = worker_env(rank, world_size, host, port, init_method)

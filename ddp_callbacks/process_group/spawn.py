@@ -22,6 +22,9 @@ from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, lea
 from ddp_callbacks.process_group.failures import report_end
 from ddp_callbacks.process_group.preemption import SIGNALS
 
+_PARALLEL = 1 << 17  # numbers that torch sums in several threads
+_TRIAL = 10.0  # seconds, for what takes a millisecond
+
 
 def spawn(
     fn: Callable[..., Any],
@@ -41,7 +44,7 @@ def spawn(
 
     From a script the processes start with ``spawn``, so ``fn`` must be defined at the top level of a module, and the
     script needs ``if __name__ == "__main__":``. In a notebook they are forked and see what its cells have defined; the
-    notebook must not have used CUDA or computed a gradient before.
+    notebook must not have used CUDA, nor computed with several threads, before.
 
     SIGTERM and SIGUSR1 are passed on to the processes: they may write a checkpoint (:class:`ddp_callbacks.Preemption`).
 
@@ -55,7 +58,8 @@ def spawn(
         backend, timeout: As in :func:`join_process_group`.
 
     Raises:
-        ConfigurationError: A number is out of range, or there is no address to meet at.
+        ConfigurationError: A number is out of range, there is no address to meet at, or forked processes could not
+            compute.
         ProcessRaisedException: From torch: ``fn`` raised on a process; holds the traceback. The other processes are
             ended.
         ProcessExitedException: From torch: a process was killed, or exited with a non-zero exit code.
@@ -116,13 +120,35 @@ def _end_as_the_processes(error: mp.ProcessExitedException, passed: Sequence[int
 
 def _start_method() -> str:
     script = getattr(sys.modules["__main__"], "__file__", None)
-    method = "spawn" if script and os.path.exists(script) else "fork"
-    if method == "fork" and torch.cuda.is_initialized():
+    if script and os.path.exists(script):
+        return "spawn"
+    require_forkable()
+    return "fork"
+
+
+def require_forkable() -> None:
+    """Raise :class:`ConfigurationError` if forked processes could not compute. Blocks for 10 seconds in that case.
+
+    Some libraries of threads, such as GNU's OpenMP, wait forever in a forked process if they were in use before. A
+    notebook has other threads, too, so a process is forked that tries it.
+    """
+    again = "Restart the kernel, and start the processes before anything in the notebook"
+    if dist.is_initialized():
+        raise ConfigurationError(f"this process has joined a process group, which forked ones cannot. {again} joins.")
+    if torch.cuda.is_initialized():
+        raise ConfigurationError(f"CUDA is already in use, so that forked processes cannot use it. {again} uses CUDA.")
+    if torch.get_num_threads() == 1:
+        return
+    trial = mp.get_context("fork").Process(target=lambda: torch.ones(_PARALLEL).sum())
+    trial.start()
+    trial.join(_TRIAL)
+    if trial.is_alive():
+        trial.kill()
+        trial.join()
         raise ConfigurationError(
-            "CUDA is already in use in this notebook, so forked processes cannot use it. Restart the kernel, and "
-            "call spawn before anything uses CUDA."
+            f"this process has computed with {torch.get_num_threads()} threads, and forked processes would wait for "
+            f"these forever. {again} computes, or set OMP_NUM_THREADS=1 before Python starts."
         )
-    return method
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 else:
-    from ddp_callbacks.lightning.package import make
+    from ddp_callbacks.lightning.packages import make
 
     CallbackStrategy, DDPCallback, Resume, CallbackFabricStrategy = make("pytorch_lightning", __name__)
 

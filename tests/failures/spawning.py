@@ -25,6 +25,19 @@ def sum_of_ranks() -> None:
     Path(f"rank-{dist.get_rank()}").write_text(json.dumps([total.item(), *(int(os.environ[name]) for name in PLACE)]))
 
 
+def train() -> None:
+    """Uses a Trainer inside. It has started no process itself, and no variable says where the processes meet."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    import ddp_callbacks.lightning  # noqa: F401
+
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
+    made = Trainer(accelerator="cpu", strategy="ddp_callbacks", devices=1, max_steps=2, limit_val_batches=0, **quiet)
+    made.fit(BoringModel())
+    Path(f"rank-{dist.get_rank()}").write_text(json.dumps([made.global_rank, made.world_size, made.global_step]))
+
+
 def fail_on_rank_1(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "killed":
@@ -67,6 +80,8 @@ def main(port: str) -> None:
     for method in ("env://", f"tcp://127.0.0.1:{port}", f"file://{Path.cwd()}/store"):
         spawn(sum_of_ranks, 2, init_method=method)
         found[method.partition(":")[0]] = results()
+    spawn(train, 2)
+    found["trainer"] = results()[:2]
     found |= {how: error_of(how) for how in ("raises", "interrupted", "killed")}
     print("found", json.dumps(found))
 

@@ -27,7 +27,87 @@ from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import presence, rendezvous
 from ddp_callbacks.process_group.failures import announce_join
 
+OURS = "ddp_callbacks"
+
+
 # --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def train_by_hand(how: str, port: int) -> None:
+    """Nothing but the group says which rank this is."""
+    import fabric_loops
+    import trainers
+
+    rank = my_rank()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    made = trainers.trainer(OURS) if how == "after the Trainer" else None
+    if how == "torch":
+        dist.init_process_group("gloo", f"tcp://{HOST}:{port}", rank=rank, world_size=2)
+    else:
+        join_process_group(rank, 2, HOST, port)
+    module = trainers.Net()
+    made = made or trainers.trainer(OURS, devices=3, num_nodes=2)  # as under a launcher, these say nothing
+    trainers.pl.seed_everything(7, verbose=False)  # as trainer() has, perhaps before the module was made
+    made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
+    fabric, values = fabric_loops.fabric(OURS), fabric_loops.fit(OURS)
+    os.environ["RANK"] = str(rank)  # for the notes
+    note("trainer", [made.global_rank, made.world_size, made.is_global_zero, flat(list(module.state_dict().values()))])
+    note("fabric", [fabric.global_rank, fabric.world_size, flat(values)])
+
+
+def train_alone() -> dict[str, list[float]]:
+    import fabric_loops
+    import trainers
+
+    module = trainers.Net()
+    with trainers.quiet(), fabric_loops.quiet():
+        made = trainers.trainer("auto", devices=1)
+        made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
+        return {"trainer": flat(list(module.state_dict().values())), "fabric": flat(fabric_loops.fit("auto"))}
+
+
+def flat(values: Any) -> list[float]:
+    if isinstance(values, torch.Tensor):
+        return list(values.flatten().tolist())
+    if isinstance(values, float | int):
+        return [float(values)]
+    return [number for value in values for number in flat(value)]
+
+
+def contradict() -> None:
+    """The group says one thing, and something else another."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from trainers import Net, trainer
+
+    class OfTheUser(LightningEnvironment):
+        def global_rank(self) -> int:
+            return 3
+
+        def world_size(self) -> int:
+            return 4
+
+    rank = my_rank()
+    join_process_group()
+    found = {"arguments": lambda: join_process_group(1 - rank, 2), "size": lambda: join_process_group(world_size=3)}
+    found["environment"] = lambda: trainer(OURS, plugins=[OfTheUser()]).fit(Net())
+    for name, call in found.items():
+        note(name, message_of(call))
+    os.environ.update(RANK="2", WORLD_SIZE="4")
+    text = message_of(lambda: trainer(OURS).fit(Net()))
+    os.environ.update(RANK="0", WORLD_SIZE="1")  # a launcher's process that has started both itself
+    found_rank = join_process_group().rank
+    os.environ["RANK"] = str(rank)  # for the notes
+    note("variables", text)
+    note("one of a launcher", found_rank)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def sum_over_ranks() -> float:
@@ -267,6 +347,52 @@ def test_a_world_of_one_starts_nothing() -> None:
     assert not dist.is_initialized()
     assert len(os.listdir("/proc/self/fd")) == before
     leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[float]]:
+    return train_alone()
+
+
+@pytest.mark.parametrize("how", ["ours", "torch", "after the Trainer"])
+def test_processes_that_joined_by_hand_train_as_one_process(
+    nursery: Nursery, tmp_path: Path, alone: dict[str, list[float]], how: str
+) -> None:
+    """A Trainer or Fabric trains with the process group that is there, whoever has made it."""
+    ranks = nursery.run(train_by_hand, 2, tmp_path, how, free_port(), deadline=90)
+    for number, rank in enumerate(ranks):
+        assert "fabric" in rank.notes, rank.stderr
+        assert rank.notes["trainer"][:3] == [number, 2, number == 0]
+        assert rank.notes["fabric"][:2] == [number, 2]
+        for name, right in alone.items():
+            assert rank.notes[name][-1] == pytest.approx(right, rel=1e-10, abs=1e-14), name
+
+
+def test_what_contradicts_the_group_is_an_error_that_names_both(nursery: Nursery, tmp_path: Path) -> None:
+    """A rank or world size that contradicts the process group is an error."""
+    for number, rank in enumerate(nursery.run(contradict, 2, tmp_path, deadline=60)):
+        assert rank.notes.get("one of a launcher") == number, rank.stderr
+        group = f"this process is rank {number} of 2 in the process group that it has joined, but"
+        for name, says in {
+            "arguments": f"the arguments state rank {1 - number} of 2",
+            "size": f"the arguments state rank {number} of 3",
+            "environment": "global_rank() and world_size() of OfTheUser state rank 3 of 4",
+            "variables": "the launcher's variables state rank 2 of 4",
+        }.items():
+            assert rank.notes[name].startswith(f"{group} {says}"), rank.notes[name]
+
+
+def test_a_group_of_one_is_a_single_process(nursery: Nursery, tmp_path: Path, alone: dict[str, list[float]]) -> None:
+    assert nursery.run(trains_in_a_group_of_one, 1, tmp_path)[0].notes["trainer"] == alone["trainer"]
+
+
+def trains_in_a_group_of_one() -> None:
+    from trainers import Net, loader, trainer
+
+    dist.init_process_group("gloo", f"file://{Path.cwd()}/store", rank=0, world_size=1)
+    module = Net()
+    trainer(OURS, devices=1).fit(module, loader(shuffle=True), loader(13, 5, 9))
+    note("trainer", flat(list(module.state_dict().values())))
 
 
 def assert_ended_well(ranks: list[Rank]) -> None:

@@ -36,6 +36,13 @@ def test_the_processes_meet_by_each_method(found: dict[str, Any], method: str) -
 
 
 @pytest.mark.cold
+def test_a_trainer_in_spawned_processes_trains_with_all_of_them(found: dict[str, Any]) -> None:
+    """A Trainer inside of `spawn` trains on its processes."""
+    (*first, steps), second = found["trainer"]
+    assert (first, second, steps) == ([0, 2], [1, 2, 2], 2)
+
+
+@pytest.mark.cold
 @pytest.mark.parametrize(
     ("how", "kind", "says"),
     [
@@ -67,6 +74,30 @@ def test_a_function_of_a_notebook_s_cell_runs(tmp_path: Path) -> None:
     with (tmp_path / "cells").open() as cells:
         printed = finish(start([sys.executable], tmp_path, cold=True, stdin=cells))
     assert sorted(printed.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+COMPUTED = """
+import importlib
+import torch
+from ddp_callbacks import spawn
+torch.set_num_threads(2)
+(torch.ones(1 << 17, requires_grad=True) * 2).sum().backward()
+importlib.import_module("ddp_callbacks.process_group.spawn")._TRIAL = 2.0
+try:
+    spawn(print, 2)
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.cold
+def test_a_notebook_that_has_computed_with_threads_is_told_so_instead_of_waiting(tmp_path: Path) -> None:
+    """`spawn` refuses to fork a notebook whose threads the processes would wait for."""
+    (tmp_path / "cells").write_text(COMPUTED)
+    with (tmp_path / "cells").open() as cells:
+        printed = finish(start([sys.executable], tmp_path, cold=True, stdin=cells))
+    assert "ConfigurationError this process has computed with 2 threads" in printed, printed
+    assert "or set OMP_NUM_THREADS=1 before Python starts" in printed
 
 
 class Reserved(Exception):

@@ -213,6 +213,15 @@ def a_path_that_rank_zero_was_not_given(folder: Path) -> str:
 
 
 @mishap
+def a_url_that_rank_zero_alone_reaches(folder: Path) -> str:
+    made = trainer(OURS, max_epochs=1)
+    made.fit(Net(), *loaders())
+    made.save_checkpoint(folder / "first.ckpt")
+    made.strategy.barrier()
+    return resume("http://127.0.0.1:1/first.ckpt" if dist.get_rank() else folder / "first.ckpt")
+
+
+@mishap
 def best_without_a_callback(folder: Path) -> str:
     return resume("best")
 
@@ -234,6 +243,7 @@ def trains_afterwards(folder: Path) -> str:
         ),
         ("a_file_that_may_not_be_read", "UnpicklingError: Weights only load failed", "PeerError: "),
         ("a_path_that_rank_zero_was_not_given", "MismatchError: the ranks disagree about what they resume from", None),
+        ("a_url_that_rank_zero_alone_reaches", "no error", None),
         ("best_without_a_callback", 'ValueError: `.fit(ckpt_path="best")` is set but `ModelCheckpoint` is not', None),
         ("trains_afterwards", "no error", None),
     ],

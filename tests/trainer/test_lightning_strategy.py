@@ -48,6 +48,25 @@ def test_a_hook_may_move_a_batch_of_its_own_to_the_device(strategy: str) -> Any:
     return fit(strategy, callbacks=[LambdaCallback(**hooks)])
 
 
+class WithoutValidation(Net):
+    validation_step: Any = None  # so one turns it off
+
+
+@WORLD.as_on_one()
+def test_a_step_that_is_none_is_left_out(strategy: str) -> Any:
+    """A module may set its steps to `None`."""
+    return fit(strategy, WithoutValidation(), loader(shuffle=True))
+
+
+@WORLD.on(TWO)
+def test_a_loader_outside_of_a_run_is_returned_as_it_is() -> None:
+    """Outside of a run, the strategy leaves loaders alone."""
+    made, given = trainer(OURS), loader()
+    assert made.strategy.process_dataloader(given) is given
+    made.fit(Net(), given, loader(13, 5, 9))
+    assert made.strategy.process_dataloader(given) is given
+
+
 @WORLD.on(TWO)
 def test_the_strategy_answers_exactly_and_alike_on_all_ranks() -> None:
     """`strategy.reduce`, decisions and `broadcast` are exact; unequal `all_gather` raises."""

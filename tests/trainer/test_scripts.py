@@ -244,6 +244,8 @@ except ImportError as error:
 """
 NEITHER = """
 import importlib.util
+import sys
+sys.modules["torchmetrics"] = None  # it comes with Lightning
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if "lightning" in name.split(".")[0] else find(name, *rest)
 try:
