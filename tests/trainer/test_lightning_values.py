@@ -18,8 +18,8 @@ from kit.compare import assert_equal
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from shared_worlds import by_rank
-from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from torch.utils.data import DataLoader, TensorDataset
+from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
 from trainers import Record as Lines
