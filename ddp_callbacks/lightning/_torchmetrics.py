@@ -43,8 +43,9 @@ def set_step_value(metric: Any, value: Any) -> None:
 
 
 def begin_again(metric: Any) -> None:
-    """Let a logged metric that was reset compute again, though it has no update since."""
-    metric.has_reset, metric._computed = False, None
+    """Let a logged metric compute again if it was reset, though it has no update since."""
+    if metric.has_reset:
+        metric.has_reset, metric._computed = False, None
 
 
 def is_computed(metric: Any) -> bool:

@@ -94,7 +94,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         if not metric.is_tensor and metric.meta.on_step and self.joins_steps:
             self._on_step.add(id(value))
             self._states[key] = {} if self._batches.is_padding else self._metrics.batch_states(value)
-        if not metric.is_tensor or metric.meta.sync.should or metric.meta.sync.rank_zero_only:
+        if not metric.is_tensor or _is_for_some_ranks(metric.meta.sync):
             super().update_metrics(key, value, batch_size)
             return
         metric.has_reset = False
@@ -223,7 +223,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return {
             key: [_logged.result_key(metric, key in self.synced), self._dtypes.get(key)]
             for key, metric in self.items()
-            if key not in self._shared and not (metric.meta.sync.should or metric.meta.sync.rank_zero_only)
+            if key not in self._shared and not (metric.is_tensor and _is_for_some_ranks(metric.meta.sync))
         }
 
     def _share(self, key: str, made: dict[str, Any], dtype: str | None) -> None:
@@ -265,6 +265,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:
         """Set the last step's value of a torchmetric, from its states on all ranks that have samples."""
         if states:
+            begin_again(self[key])
             set_step_value(self[key], value_of(self[key].value, states))
 
     def _compute(self, keys: Iterable[str]) -> None:
@@ -274,8 +275,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             keys: Those of the torchmetrics that any rank has logged.
         """
         for key in keys:
-            if self[key].has_reset:  # only other ranks have logged it
-                begin_again(self[key])
+            begin_again(self[key])  # perhaps only other ranks have logged it since the last reset
             self[key].compute()
         for metric in self._uncomputed(True).values():
             metric.compute()  # over the ranks of sync_dist_group, if it was given
@@ -308,3 +308,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _operation(self, key: str) -> str:
         return _logged.operation_of(self[key]) if key in self else "mean"
+
+
+def _is_for_some_ranks(sync: Any) -> bool:
+    """Whether a value is for some ranks only, by ``sync_dist_group`` or ``rank_zero_only``."""
+    return bool(sync.should or sync.rank_zero_only)

@@ -726,9 +726,7 @@ class LogsClasses(Net):
         for kind in batch[1].unique().tolist():
             of_kind = batch[1] == kind
             self.accuracies[kind](self(batch[0][of_kind]), batch[1][of_kind])
-            self.log(
-                f"val_accuracy{kind}", self.accuracies[kind], on_step=True, on_epoch=True, add_dataloader_idx=False
-            )
+            self.log(f"val_accuracy{kind}", self.accuracies[kind], on_step=True, on_epoch=True)
 
 
 @scenario
