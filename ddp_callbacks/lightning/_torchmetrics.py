@@ -43,9 +43,9 @@ def set_step_value(metric: Any, value: Any) -> None:
 
 
 def begin_again(metric: Any) -> None:
-    """Let a logged metric compute again if it was reset, though it has no update since."""
-    if metric.has_reset:
-        metric.has_reset, metric._computed = False, None
+    """Let a logged torchmetric compute again, though this rank may have reset or computed it since its last update."""
+    metric.has_reset = False
+    metric._computed = metric.value._computed = None
 
 
 def is_computed(metric: Any) -> bool:

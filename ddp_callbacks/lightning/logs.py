@@ -265,7 +265,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:
         """Set the last step's value of a torchmetric, from its states on all ranks that have samples."""
         if states:
-            begin_again(self[key])
+            if self[key].has_reset:
+                begin_again(self[key])
             set_step_value(self[key], value_of(self[key].value, states))
 
     def _compute(self, keys: Iterable[str]) -> None:
@@ -275,7 +276,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             keys: Those of the torchmetrics that any rank has logged.
         """
         for key in keys:
-            begin_again(self[key])  # perhaps only other ranks have logged it since the last reset
+            begin_again(self[key])  # perhaps only other ranks have updated it
             self[key].compute()
         for metric in self._uncomputed(True).values():
             metric.compute()  # over the ranks of sync_dist_group, if it was given

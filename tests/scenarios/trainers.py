@@ -711,9 +711,8 @@ class LogsClasses(Net):
         losses = F.cross_entropy(logits, batch[1], reduction="none")
         for kind in batch[1].unique().tolist():
             of_kind = batch[1] == kind
-            self.log(
-                f"{name}{kind}", losses[of_kind].mean(), on_epoch=True, prog_bar=True, batch_size=int(of_kind.sum())
-            )
+            options: dict[str, Any] = {"on_epoch": True, "on_step": False, "prog_bar": True}
+            self.log(f"{name}{kind}", losses[of_kind].mean(), batch_size=int(of_kind.sum()), **options)
             self.log(f"{name}{kind}_most", losses[of_kind].max(), on_step=True, on_epoch=True, reduce_fx=max)
             self.log(f"{name}{kind}_sum", losses[of_kind].sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
         return losses.mean()
