@@ -15,6 +15,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from ddp_callbacks.versions import require_names
 
+_OF_FORWARD = ("_is_synced", "_should_unsync", "_to_sync", "_enable_grad")
 SYNC = "_sync_dist"  # the method that merges the ranks' states
 
 # The contract, as ddp_callbacks.versions.require_names reads it.
@@ -113,11 +114,13 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
         for name, state in metric.metric_state.items()
     }
     count, value = metric._update_count, metric._forward_cache
+    flags = {name: vars(metric)[name] for name in _OF_FORWARD if name in vars(metric)}  # if it raises
 
     def forget() -> None:
         for name, state in states.items():
             setattr(metric, name, state)
         metric._update_count, metric._computed, metric._forward_cache = count, None, value
+        vars(metric).update(flags)
 
     return lambda: bool(metric._update_count != count), forget
 

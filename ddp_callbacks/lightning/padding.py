@@ -26,18 +26,27 @@ def skip_batch(trainer: Any) -> Callable[[], None]:
     return skipped.close
 
 
-def take_rows(trainer: Any, batch: Any) -> tuple[Any, Callable[[], None]]:
-    """Return a batch without rows, and what ends it. A step that cannot compute it gets ``batch``."""
+def take_rows(trainer: Any, batch: Any, undo: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    """Return a batch without rows, and what ends it. After ``undo``, a step that fails gets ``batch``."""
     replaced, module = Replacements(), trainer.lightning_module
     for name in _STEPS:
-        replaced.replace(module, name, functools.partial(_step, trainer, batch))
+        replaced.replace(module, name, functools.partial(_step, trainer, batch, undo))
     return without_rows(batch), replaced.close
 
 
-def _step(trainer: Any, padding: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _step(
+    trainer: Any,
+    padding: Any,
+    undo: Callable[[], None],
+    step: Callable[..., Any],
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     try:
         return step(batch, *args, **kwargs)
     except Exception:  # many layers refuse a batch without rows
+        undo()
         return step(trainer.strategy.batch_to_device(padding), *args, **kwargs)
 
 

@@ -147,10 +147,10 @@ class Run:
         if not meets and not _logged.results_of(self._trainer).is_first:
             self._undo = skip_batch(self._trainer)
             return batch
-        undo = contextlib.ExitStack()
-        undo.callback(remember_padding(self._model, self.metrics))
+        undo, forget = contextlib.ExitStack(), remember_padding(self._model, self.metrics)
+        undo.callback(forget)
         if not meets:
-            batch, end = take_rows(self._trainer, batch)
+            batch, end = take_rows(self._trainer, batch, forget)
             undo.callback(end)
         self._undo = undo.close
         return batch
