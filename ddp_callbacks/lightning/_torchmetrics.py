@@ -118,7 +118,7 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
 
     def forget() -> None:
         for name, state in states.items():
-            setattr(metric, name, state)
+            setattr(metric, name, [*state] if isinstance(state, list) else state)
         metric._update_count, metric._computed, metric._forward_cache = count, None, value
         vars(metric).update(flags)
 
