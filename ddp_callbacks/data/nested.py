@@ -28,6 +28,15 @@ def arrays_in(value: Any) -> Iterator[Any]:
             yield from arrays_in(item)
 
 
+def without_rows(batch: Any) -> Any:
+    """Return a batch like this one whose tensors and arrays, except scalars, have no rows."""
+    if isinstance(batch, Mapping):
+        return rebuild_mapping(batch, {key: without_rows(item) for key, item in batch.items()})
+    if isinstance(batch, list | tuple):
+        return rebuild_sequence(batch, [*map(without_rows, batch)])
+    return batch[:0] if is_array(batch) and batch.ndim else batch
+
+
 def name_of(loader: Any) -> str:
     """Return the class name of the loader's data set, or of the loader itself if it has none."""
     return type(getattr(loader, "dataset", loader)).__name__

@@ -23,6 +23,8 @@ PRIVATE = (
     f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
     f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
     f"{_LOGGER}:_LoggerConnector.should_update_logs",
+    f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
+    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, enable_graph, add_dataloader_idx, dataloader_idx)",
     f"{_RESULT}:_Metadata.is_mean_reduction",
     f"{_RESULT}:_Metadata.sync",
     f"{_RESULT}:_ResultCollection.__init__(self, training)",
@@ -31,19 +33,15 @@ PRIVATE = (
     f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
     f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
     f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
+    f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
     f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
+    f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
     f"{_RESULT}:_Sync.rank_zero_only",
     f"{_RESULT}:_Sync.should",
 )
 
 # The same for names that only the callback ``Resume`` uses.
-PRIVATE_OF_RESUME = (
-    f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
-    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, enable_graph, add_dataloader_idx, dataloader_idx)",
-    f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
-    f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",
-    f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
-)
+PRIVATE_OF_RESUME = (f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",)
 
 
 def results_class(package: str) -> Any:
@@ -114,10 +112,47 @@ def operation_of(metric: Any) -> str:
     return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
 
 
-# --- for a file ----------------------------------------------------------------------------------------------------
+# --- a key, for the other ranks and for a file ----------------------------------------------------------------------
 
 
 _OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def result_key(metric: Any, is_synced: bool) -> dict[str, Any]:
+    """Return as plain data all that :func:`new_result` needs to make a logged metric.
+
+    Args:
+        is_synced: Whether ``sync_dist=True`` was hidden from Lightning.
+    """
+    meta, reduction = metric.meta, metric.meta.reduce_fx
+    home = "builtins" if reduction in (sum, max, min) else "torch"
+    return {
+        "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")},
+        "reduce_fx": [home, reduction.__name__],
+        "syncs": meta.sync.should or is_synced,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "is_tensor": metric.is_tensor,
+    }
+
+
+def new_result(trainer: Any, key: dict[str, Any], joint: bool) -> Any:
+    """Return a logged metric without a value, as ``self.log`` makes it on the first call.
+
+    Args:
+        joint: Whether to hide ``sync_dist=True`` from Lightning.
+    """
+    home, module = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.{_RESULT}"), trainer.lightning_module
+    package, function = key["reduce_fx"]
+    meta = home._Metadata(**key["meta"], reduce_fx=getattr(importlib.import_module(package), function))
+    meta.sync = home._Sync(
+        fn=trainer.strategy.reduce, _should=key["syncs"] and not joint, rank_zero_only=key["rank_zero_only"]
+    )
+    metric = home._ResultMetric(meta, key["is_tensor"])
+    if not key["is_tensor"] and meta.metric_attribute is not None:
+        metric.value = module.get_submodule(meta.metric_attribute)
+    return metric.to(module.device)
+
+
 _OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
 _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
@@ -128,7 +163,9 @@ def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
     Args:
         synced: Keys that were logged with ``sync_dist=True``, which was hidden from Lightning.
     """
-    metrics = {key: _result_state(metric, key in synced) for key, metric in results.items()}
+    metrics = {
+        key: result_key(metric, key in synced) | {"values": _values_of(metric)} for key, metric in results.items()
+    }
     return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
 
 
@@ -138,32 +175,16 @@ def load_results(results: Any, state: dict[str, Any], trainer: Any, joint: bool)
     Args:
         joint: Whether to hide ``sync_dist=True`` from Lightning.
     """
-    home, module = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.{_RESULT}"), trainer.lightning_module
     results.clear()
     for key, saved in state["metrics"].items():
-        meta = home._Metadata(**saved["meta"])
-        meta.sync = home._Sync(
-            fn=trainer.strategy.reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"]
-        )
-        results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
+        results[key] = new_result(trainer, saved, joint)
         for name, value in saved["values"].items():
-            setattr(metric, name, value)
-        if not saved["is_tensor"] and meta.metric_attribute is not None:
-            metric.value = module.get_submodule(meta.metric_attribute)
-    results.to(module.device)
+            setattr(results[key], name, value)
+    results.to(trainer.lightning_module.device)
     results.batch, results.batch_size, results.dataloader_idx = None, None, state["dataloader_idx"]
     return {key for key, saved in state["metrics"].items() if saved["syncs"]} if joint else set()
 
 
-def _result_state(metric: Any, is_synced: bool) -> dict[str, Any]:
-    meta = metric.meta
+def _values_of(metric: Any) -> dict[str, Any]:
     names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
-    own = [name for name in names if name in vars(metric)]
-    return {
-        "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
-        | {"reduce_fx": meta.reduce_fx.__name__},
-        "syncs": meta.sync.should or is_synced,
-        "rank_zero_only": meta.sync.rank_zero_only,
-        "is_tensor": metric.is_tensor,
-        "values": {name: getattr(metric, name) for name in own},
-    }
+    return {name: getattr(metric, name) for name in names if name in vars(metric)}

@@ -5,23 +5,28 @@ Lightning's ``_ResultMetric``, which holds a value of ``self.log``, is a metric,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 from ddp_callbacks.versions import require_names
 
+_OF_FORWARD = ("_is_synced", "_should_unsync", "_to_sync", "_enable_grad")
+SYNC = "_sync_dist"  # the method that merges the ranks' states
+
 # The contract, as ddp_callbacks.versions.require_names reads it.
 PRIVATE = (
-    "torchmetrics:Metric.__init__ uses _cache, _computed, _forward_cache, _should_unsync, _update_count",
+    "torchmetrics:Metric.__init__ uses _computed, _forward_cache, _should_unsync, _update_count",
     "torchmetrics:Metric.__init__ uses dist_sync_fn, dist_sync_on_step",
     "torchmetrics:Metric.add_state uses _defaults, _reductions",
     "torchmetrics:Metric._copy_state_dict(self)",
     "torchmetrics:Metric._sync_dist(self, dist_sync_fn)",
     "torchmetrics:Metric._wrap_compute(self, compute)",
-    "torchmetrics:Metric.sync uses _cache, _copy_state_dict, _sync_dist",
+    "torchmetrics:Metric.sync uses _copy_state_dict, _sync_dist",
 )
 
 
@@ -38,6 +43,12 @@ def set_step_value(metric: Any, value: Any) -> None:
     metric._forward_cache = value
 
 
+def begin_again(metric: Any) -> None:
+    """Let a logged torchmetric compute again, though this rank may have reset or computed it since its last update."""
+    metric.has_reset = False
+    metric._computed = metric.value._computed = None
+
+
 def is_computed(metric: Any) -> bool:
     """Whether ``compute`` has been called since the last update, so that calling it again costs nothing."""
     return metric._computed is not None
@@ -46,15 +57,50 @@ def is_computed(metric: Any) -> bool:
 # --- states -------------------------------------------------------------------------------------------------------
 
 
-def copy_states(metric: Metric) -> Callable[[], None]:
-    """Copy the states of a metric. Call the result to restore them."""
-    states = metric._copy_state_dict()
+def states_to_send(metric: Metric) -> dict[str, Any]:
+    """Return the states that the ranks exchange, all in one message: tensors, and lists of tensors.
 
-    def restore() -> None:
-        for name, state in states.items():
+    A list that the metric concatenates anyway has one tensor.
+    """
+    states = {name: getattr(metric, name) for name in metric._reductions}
+    for name, kind in reductions_of(metric).items():
+        if kind == "cat" and isinstance(states[name], list) and len(states[name]) > 1:
+            states[name] = [dim_zero_cat(states[name])]
+    return {name: state for name, state in states.items() if _holds_tensors(state)}
+
+
+def _holds_tensors(state: Any) -> bool:
+    parts = state if isinstance(state, list) else [state]
+    return all(isinstance(part, torch.Tensor) for part in parts)
+
+
+def merge_states(metric: Metric, states: Sequence[dict[str, Any]]) -> None:
+    """Replace each state by the metric's reduction of the ranks' :func:`states_to_send`.
+
+    Lists of different lengths merge entry by entry, in the order of the ranks.
+    """
+    of_ranks: dict[int, list[torch.Tensor]] = {}
+    for name in set[str].intersection(*(set(state) for state in states)):
+        parts = [_on_device(state[name], metric.device) for state in states]
+        if isinstance(parts[0], list):
+            entries = itertools.chain.from_iterable(itertools.zip_longest(*parts))
+            setattr(metric, name, [entry for entry in entries if entry is not None])
+        else:
+            of_ranks[id(getattr(metric, name))] = parts
+    type(metric)._sync_dist(metric, lambda state, group=None: of_ranks.get(id(state), [state]))
+
+
+def value_of(metric: Metric, states: Sequence[dict[str, Any]]) -> Any:
+    """Compute the metric from the ranks' :func:`states_to_send`, without communication. Its own states stay."""
+    before = metric._copy_state_dict()
+    try:
+        merge_states(metric, states)
+        with torch.no_grad():
+            value = metric.compute.__wrapped__()  # type: ignore[attr-defined]
+    finally:
+        for name, state in before.items():
             setattr(metric, name, state)
-
-    return restore
+    return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
@@ -68,11 +114,13 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
         for name, state in metric.metric_state.items()
     }
     count, value = metric._update_count, metric._forward_cache
+    flags = {name: vars(metric)[name] for name in _OF_FORWARD if name in vars(metric)}  # if it raises
 
     def forget() -> None:
         for name, state in states.items():
-            setattr(metric, name, state)
+            setattr(metric, name, [*state] if isinstance(state, list) else state)
         metric._update_count, metric._computed, metric._forward_cache = count, None, value
+        vars(metric).update(flags)
 
     return lambda: bool(metric._update_count != count), forget
 
@@ -108,21 +156,6 @@ def _on_device(state: Any, device: Any) -> Any:
     return [part.to(device) for part in state] if isinstance(state, list) else state.clone().to(device)
 
 
-def merge_states(metric: Metric, gather: Callable[..., list[torch.Tensor]]) -> None:
-    """Replace each state by the metric's reduction of the states that ``gather`` returns for it."""
-    metric._sync_dist(gather)
-
-
-def compute_alone(metric: Metric) -> Any:
-    """Compute the metric from its own states, without communication or caching."""
-    return metric.compute.__wrapped__()  # type: ignore[attr-defined]
-
-
 def is_in_forward(metric: Metric) -> bool:
     """Whether ``forward`` is computing the value of a batch, rather than ``compute`` the value of the epoch."""
     return not metric._should_unsync
-
-
-def set_aside(metric: Metric) -> Any:
-    """Return the states that ``sync`` saved before it replaced them. Each ``sync`` makes a new object."""
-    return metric._cache

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning import _logged
-from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value
+from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.rows import Joined, Row, join, plain
@@ -50,17 +49,20 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         is_shown: Whether the Trainer's metrics have the values of the last step.
     """
 
-    def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics) -> None:
+    def __init__(self, training: bool, trainer: Any, batches: Batches, metrics: SyncedMetrics) -> None:
         super().__init__(training)
         self._lightnings = tuple(vars(self))  # names of Lightning's attributes
-        self._batches, self._metrics = batches, metrics
+        self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
-        self._states: dict[str, tuple[Metric, list[torch.Tensor]]] = {}  # of the last step that logged it
+        self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
-        self._dtypes: dict[str, torch.dtype] = {}  # of logged values, by key
+        self._dtypes: dict[str, str] = {}  # of logged values, by key
+        self._shared: set[str] = set()  # keys that all ranks have
+        self._by_size: set[str] = set()  # keys whose values are means over the sizes that the user passes
+        self._missed: dict[str, float] = {}  # by key: what the sum of the epoch would have more if it were one of them
         self._logged: set[str] = set()  # keys since remember()
         self._warned: set[str] = set()  # names that have caused a warning
         self._position, self._first, self._samples = -1, 0, 0
@@ -91,14 +93,14 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self.logs_step = self.logs_step or (metric.meta.on_step and metric.meta.logger)
         if not metric.is_tensor and metric.meta.on_step and self.joins_steps:
             self._on_step.add(id(value))
-            self._states[key] = value, [] if self._batches.is_padding else list(self._metrics.batch_states(value))
-        if not metric.is_tensor or metric.meta.sync.should or metric.meta.sync.rank_zero_only:
+            self._states[key] = {} if self._batches.is_padding else self._metrics.batch_states(value)
+        if not metric.is_tensor or _is_for_some_ranks(metric.meta.sync):
             super().update_metrics(key, value, batch_size)
             return
         metric.has_reset = False
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
-        self._dtypes[key] = value.dtype
+        self._dtypes.setdefault(key, str(value.dtype).removeprefix("torch."))
         self._rows.append(self._row(key, value, float(batch_size)))
         if metric.meta.on_step:
             set_step_value(metric, value)
@@ -110,7 +112,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             return value
         rows = [row for row in self._rows if self[row.key] is result_metric]
         if rows:
-            (*_, joined) = join([rows], self._operation)
+            (*_, joined) = join([rows], self._operation, set())
             return self._tensor(joined)
         if not result_metric.is_tensor or result_metric.meta.sync.should:
             return None
@@ -121,6 +123,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Like Lightning's, and drop the rows of what is reset."""
         super().reset(*args, **kwargs)
         self._rows = [row for row in self._rows if not self[row.key].has_reset]
+        self._missed = {key: missed for key, missed in self._missed.items() if not self[key].has_reset}
 
     # --- the run's moments --------------------------------------------------------------------------------------------
 
@@ -134,8 +137,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._samples += self._batches.share.local
         self.is_in_batch, self.joins_steps, self.logs_step, self.is_shown = True, joins_steps, False, False
         # In the first batch nobody knows yet what will be logged.
-        is_first = self._position == self._first
-        self._metrics.watch_steps(lambda metric: joins_steps and (is_first or id(metric) in self._on_step))
+        begins = self._position == self._first
+        self._metrics.watch_steps(lambda metric: joins_steps and (begins or id(metric) in self._on_step))
 
     def end_batch(self) -> None:
         """End the batch, after all its hooks."""
@@ -145,6 +148,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """End an epoch or an evaluation, after all its hooks."""
         self.is_in_batch, self._position, self._samples, self._first, self._joined = False, -1, 0, 0, -1
         self._states = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first batch of the pass, and this rank has no sample of it."""
+        return self._position == self._first and not self._samples
 
     @property
     def is_full(self) -> bool:
@@ -161,20 +169,19 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         Returns:
             Each rank's ``carried``.
         """
-        own = {key: metric.meta.metric_attribute for key, metric in self._uncomputed(False).items()} if ends else {}
-        # Send the states from the CPU: then all tensors of the message arrive there.
-        states = {key: [part.cpu() for part in parts] for key, (_, parts) in self._states.items()}
-        mine = [plain(self._rows), states, own, [*carried]]
-        self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
-        of_ranks = all_gather_object(mine, "the logged values")
-        for joined in join([[Row(*row) for row in rows] for rows, *_ in of_ranks], self._operation):
-            if joined.key in self:
-                self._accumulate(joined)
-        for key, (metric, _) in metrics.items():
-            self._take_states(key, metric, [states[key] for _, states, *_ in of_ranks if states.get(key)])
+        computes = [*self._uncomputed(False)] if ends else []
+        mine = [plain(self._rows), self._states, self._new_keys(), computes, [*carried]]
+        self._rows, self._states, self._joined = [], {}, self._position
+        rows, states, keys, computed, carried = zip(*all_gather_object(mine, "the logged values"), strict=True)
+        for key, (made, dtype) in [each for of_rank in keys for each in of_rank.items()]:
+            self._share(key, made, dtype)
+        for joined in join([[Row(*row) for row in of_rank] for of_rank in rows], self._operation, self._by_size):
+            self._accumulate(joined)
+        for key in dict.fromkeys(key for of_rank in states for key in of_rank):
+            self._set_step_value(key, [of_rank[key] for of_rank in states if of_rank.get(key)])
         if ends:
-            self._compute({key: name for _, _, names, _ in of_ranks for key, name in names.items()}, set(own))
-        return [carried for *_, carried in of_ranks]
+            self._compute(dict.fromkeys(key for of_rank in computed for key in of_rank))
+        return list(carried)
 
     # --- a pass that is cut, or a step that is skipped ----------------------------------------------------------------
 
@@ -191,10 +198,14 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def pass_state(self) -> dict[str, Any]:
         """Return the state of the current pass for a file, between two batches, when all rows are joined."""
-        return {"position": self._position, "samples": self._samples}
+        sizes = {"by_size": sorted(self._by_size), "missed": self._missed}
+        return {"position": self._position, "samples": self._samples} | sizes
 
-    def load_pass_state(self, position: int, samples: int) -> None:
+    def load_pass_state(
+        self, position: int, samples: int = 0, by_size: Sequence[str] = (), missed: Mapping[str, float] | None = None
+    ) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
+        self._shared, self._by_size, self._missed = set(self), set(by_size), dict(missed or {})
         self._rows, self._states, self.is_in_batch = [], {}, False
         self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
@@ -203,15 +214,40 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _row(self, key: str, value: torch.Tensor, size: float) -> Row:
         if not self.is_in_batch:
-            return Row(key, -1, float(self._samples), size, self._is_given, False, value)
-        weight, is_padding = self._batches.weight, self._batches.is_padding
-        return Row(key, self._position, weight, size, self._is_given, is_padding, value)
+            return Row(key, -1, 1, float(self._samples), size, self._is_given, value)
+        batches = self._batches
+        return Row(key, self._position, batches.share.local, batches.weight, size, self._is_given, value)
+
+    def _new_keys(self) -> dict[str, Any]:
+        """Return what the other ranks need for the keys that only this rank may have."""
+        return {
+            key: [_logged.result_key(metric, key in self.synced), self._dtypes.get(key)]
+            for key, metric in self.items()
+            if key not in self._shared and not (metric.is_tensor and _is_for_some_ranks(metric.meta.sync))
+        }
+
+    def _share(self, key: str, made: dict[str, Any], dtype: str | None) -> None:
+        """Have a key that a rank has logged."""
+        if key in self._shared:
+            return
+        self._shared.add(key)
+        if dtype is not None:
+            self._dtypes[key] = dtype
+        if key not in self:
+            self[key] = _logged.new_result(self._trainer, made, joint=True)
+            self.synced |= {key} if made["syncs"] else set()
 
     def _accumulate(self, joined: Joined) -> None:
-        if joined.ends is not None and joined.key not in self.synced and get_rank() == 0:
-            self._warn_of_difference(self[joined.key].meta.name, *joined.ends)
+        metric, key = self[joined.key], joined.key
+        if joined.ends is not None and key not in self.synced and get_rank() == 0:
+            self._warn_of_difference(metric.meta.name, *joined.ends)
         size = int(joined.size) if joined.size.is_integer() else joined.size
-        super().update_metrics(joined.key, self._tensor(joined), size)
+        super().update_metrics(key, self._tensor(joined), size)
+        missed = self._missed.pop(key, 0.0) + (joined.by_size - joined.value) * joined.size
+        if key not in self._by_size:
+            self._missed[key] = missed
+        elif missed and metric.meta.on_epoch:
+            metric.value = metric.value + missed
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
         """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
@@ -226,23 +262,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 stacklevel=2,
             )
 
-    def _take_states(self, key: str, metric: Metric, parts: list[list[torch.Tensor]]) -> None:
-        """Set the last step's value of a torchmetric, from the states of all ranks that have samples."""
-        if parts and len(set(map(len, parts))) == 1:
-            set_step_value(self[key], self._metrics.value_of(metric, parts))
+    def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:
+        """Set the last step's value of a torchmetric, from its states on all ranks that have samples."""
+        if states:
+            if self[key].has_reset:
+                begin_again(self[key])
+            set_step_value(self[key], value_of(self[key].value, states))
 
-    def _compute(self, attributes: dict[str, str], own: set[str]) -> None:
+    def _compute(self, keys: Iterable[str]) -> None:
         """Compute the values of the epoch. A collective: torchmetrics merge their states.
 
         Args:
-            attributes: By key, the module's attribute that holds a torchmetric which any rank has logged.
-            own: The keys that this rank has logged.
+            keys: Those of the torchmetrics that any rank has logged.
         """
-        for key, attribute in attributes.items():
-            if key in own:
-                self[key].compute()
-            else:
-                self._metrics.compute(attribute)  # only other ranks have logged it
+        for key in keys:
+            begin_again(self[key])  # perhaps only other ranks have updated it
+            self[key].compute()
         for metric in self._uncomputed(True).values():
             metric.compute()  # over the ranks of sync_dist_group, if it was given
 
@@ -269,7 +304,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _tensor(self, joined: Joined) -> torch.Tensor:
         like = self[joined.key].value
-        return torch.tensor(joined.value, dtype=self._dtypes.get(joined.key, like.dtype), device=like.device)
+        dtype = getattr(torch, self._dtypes[joined.key]) if joined.key in self._dtypes else like.dtype
+        return torch.tensor(joined.value, dtype=dtype, device=like.device)
 
     def _operation(self, key: str) -> str:
         return _logged.operation_of(self[key]) if key in self else "mean"
+
+
+def _is_for_some_ranks(sync: Any) -> bool:
+    """Whether a value is for some ranks only, by ``sync_dist_group`` or ``rank_zero_only``."""
+    return bool(sync.should or sync.rank_zero_only)

@@ -1,12 +1,13 @@
 """Merge torchmetrics over the ranks by their own rules, with this package's messages and without padding batches.
 
-The value of a step must be that of the whole batch. But ``forward`` must not communicate: a module may call it on some
-ranks only. So each rank keeps the states of the batch, and the ranks merge them when they join their logged values.
+A metric's whole state travels in one message. The value of a step must be that of the whole batch, but ``forward`` must
+not communicate: a module may call it on some ranks only. So each rank keeps the states of the batch, and the ranks
+merge them when they join their logged values.
 """
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,15 +15,13 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.lightning._torchmetrics import (
-    compute_alone,
-    copy_states,
-    is_in_forward,
-    merge_states,
-    remember,
-    set_aside,
-)
-from ddp_callbacks.replicas import running_statistics
+from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
+from ddp_callbacks.lightning.replacement import Replaced, Replacements
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+Trace = tuple[Callable[[], bool], Callable[[], None]]
+"""Whether something has changed, and what undoes the change."""
 
 
 class SyncedMetrics:
@@ -34,85 +33,53 @@ class SyncedMetrics:
     """
 
     def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
-        self._owners = list(owners)
-        self._metrics = metrics_of(self._owners)
-        self._before = [(metric, metric.dist_sync_fn, metric.dist_sync_on_step) for metric in self._metrics]
+        self._metrics = metrics_of(owners)
+        self._always = {id(metric) for metric in self._metrics if metric.dist_sync_on_step}
         self._is_padding = is_padding
-        self._syncs: dict[int, _Sync] = {}
-        for metric, function, on_step in self._before:
-            if function is None:
-                metric.dist_sync_fn = self._syncs[id(metric)] = _Sync(metric, self._gather, captures=not on_step)
+        self._of_batch: dict[int, dict[str, Any]] = {}  # by metric: the states of the last forward
+        self._exit = Replacements()
+        for metric in self._metrics:
+            if metric.dist_sync_fn is None and not isinstance(vars(metric).get(SYNC), Replaced):
+                self._exit.replace(metric, SYNC, functools.partial(self._sync, metric))
+
+    @property
+    def meet_in_forward(self) -> bool:
+        """Whether ``forward`` of some metric is a collective, as the user has chosen by ``dist_sync_on_step=True``."""
+        return bool(self._always)
 
     def watch_steps(self, wanted: Callable[[Metric], bool]) -> None:
         """Begin a batch: keep the states from which ``forward`` computes its value, for the ``wanted`` metrics."""
-        for sync in self._syncs.values():
-            sync.captured = []
-        for metric, _, always in self._before:
-            metric.dist_sync_on_step = always or (id(metric) in self._syncs and wanted(metric))
+        self._of_batch = {}
+        for metric in self._metrics:
+            metric.dist_sync_on_step = id(metric) in self._always or (metric.dist_sync_fn is None and wanted(metric))
 
-    def batch_states(self, metric: Metric) -> list[torch.Tensor]:
+    def batch_states(self, metric: Metric) -> dict[str, Any]:
         """Return the states of the last ``forward``, as the ranks send them; empty if they were not kept."""
-        sync = self._syncs.get(id(metric))
-        return sync.captured if sync is not None else []
-
-    def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Return the value of a batch from the :meth:`batch_states` of all ranks that have samples. Local."""
-        restore = copy_states(metric)
-        merged = iter([[part.to(metric.device) for part in parts] for parts in zip(*states, strict=True)])
-        try:
-            merge_states(metric, lambda *_, **__: next(merged))
-            with torch.no_grad():
-                value: torch.Tensor = compute_alone(metric)
-        finally:
-            restore()
-        return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-    def compute(self, attribute: str) -> None:
-        """Take part in computing a metric of the module (the first owner) that only other ranks have logged."""
-        self._owners[0].get_submodule(attribute).compute()
+        return self._of_batch.get(id(metric), {})
 
     def close(self) -> None:
         """Restore the metrics' own settings."""
-        for metric, function, on_step in self._before:
-            metric.dist_sync_fn, metric.dist_sync_on_step = function, on_step
-        self._before = []
+        self.watch_steps(lambda metric: False)
+        self._exit.close()
 
-    def remember(self) -> list[tuple[Callable[[], bool], Callable[[], None]]]:
-        """Return two functions per metric: one says whether it was updated since this call, the other undoes that."""
+    def remember(self) -> list[Trace]:
+        """Return a trace for each metric: whether it is updated after this call."""
         return [*map(remember, self._metrics)]
 
-    def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """Return the states of all ranks that have samples. A collective."""
-        sent = all_gather_object((self._is_padding(), state), "a metric's state", group)
-        counted = [tensor.to(state.device) for padding, tensor in sent if not padding]
-        # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
-        return [tensor for tensor in counted if tensor.numel()] or counted or [state]
+    def _sync(self, metric: Metric, sync: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        """Merge the states of all ranks that have samples: a collective. In ``forward``, keep this rank's."""
+        own = states_to_send(metric)
+        if is_in_forward(metric) and id(metric) not in self._always:
+            self._of_batch[id(metric)] = own
+            return
+        name = f"the states of {type(metric).__name__}"
+        sent = all_gather_object(None if self._is_padding() else own, name, process_group or metric.process_group)
+        merge_states(metric, [states for states in sent if states is not None] or [own])
 
 
-class _Sync:
-    """A metric's ``dist_sync_fn``. A copy of the metric has none."""
-
-    def __init__(self, metric: Metric, gather: Callable[..., list[torch.Tensor]], captures: bool) -> None:
-        self._metric = weakref.ref(metric)
-        self._gather = gather
-        self._captures = captures
-        self._of: Any = None  # the states that the last forward has set aside
-        self.captured: list[torch.Tensor] = []
-
-    def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        metric = self._metric()
-        if metric is None or not is_in_forward(metric) or not self._captures:
-            return self._gather(state, group)
-        if set_aside(metric) is not self._of:  # forward has begun to compute the value of a batch
-            self._of, self.captured = set_aside(metric), []
-        self.captured.append(state)
-        return [state]
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Trace]:
+    """Return the traces that a step leaves from now on in the metrics, and in layers with statistics of this rank."""
+    return [*metrics.remember(), *map(_remember_buffers, _statistics(module))]
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
@@ -121,21 +88,41 @@ def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callabl
     A list that is empty now keeps its new entries: a hook may compute with them. The result has no weight as long as
     this rank has no sample.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list and value]
-    updates = metrics.remember()
+    traces = remember_traces(module, metrics)
 
     def undo() -> None:
-        for is_updated, forget in updates:
-            if is_updated():
+        for has_changed, forget in traces:
+            if has_changed():
                 forget()
         for value, length in lists:
             del value[length:]
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
     return undo
+
+
+def _statistics(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield the running statistics of each layer that has some, except synchronized ones: all ranks have the same."""
+    for layer in module.modules():
+        own = dict(layer.named_buffers(recurse=False))
+        if _STATISTICS[0] in own and not getattr(layer, "is_synchronized", False):
+            yield [own[name] for name in _STATISTICS if name in own]
+
+
+def _remember_buffers(buffers: list[torch.Tensor]) -> Trace:
+    copies = [buffer.clone() for buffer in buffers]
+
+    def forget() -> None:
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+    return lambda: not all(map(torch.equal, buffers, copies)), forget
+
+
+def samples_of_metrics(owners: Iterable[Any]) -> int:
+    """Return how many samples a part of a batch needs, if it has some, so that ``forward`` of no metric raises."""
+    return 1 + any(type(metric).__name__ == "R2Score" for metric in metrics_of(owners))
 
 
 def metrics_of(owners: Iterable[Any]) -> list[Metric]:

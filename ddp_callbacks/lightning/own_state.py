@@ -30,10 +30,15 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
     Args:
         at_start: Checksums of the module's attributes when the fit began.
     """
-    return {
-        "trainer": _progress.trainer_state(trainer),
-        "training": _logs_of(_logged.results_of_training(trainer)),
+    training = _logged.results_of_training(trainer)
+    logs = {
+        "training": _logs_of(training),
         "evaluation": _logs_of(_logged.results_of_evaluation(trainer)),  # which values of a step are logged
+    }
+    if isinstance(training, JointResults):
+        _logged.refresh_metrics(trainer, training)  # a single process reads the values of the whole batch, too
+    return logs | {
+        "trainer": _progress.trainer_state(trainer),
         "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": _save_module(trainer),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
@@ -82,19 +87,11 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
         batches: The number of batches that the pass has had.
     """
     joint = isinstance(results, JointResults)
-    logged = _all_keys(states)
-    synced = _logged.load_results(results, logged, trainer, joint)
+    synced = _logged.load_results(results, states.mine["lightning"], trainer, joint)
     if joint:
-        state = states.mine["pass"] or {"position": batches - 1}
         results.synced = synced
-        results.load_pass_state(state["position"], state["samples"] if states.is_same_world else 0)
-
-
-def _all_keys(states: LocalStates) -> dict[str, Any]:
-    """Return Lightning's part of a state, including keys that only other ranks have logged."""
-    own = states.mine["lightning"]
-    every = {key: metric for state in states.of_ranks for key, metric in state["lightning"]["metrics"].items()}
-    return {**own, "metrics": every | own["metrics"]}
+        state = states.mine["pass"] or {"position": batches - 1}
+        results.load_pass_state(**state | ({} if states.is_same_world else {"samples": 0}))
 
 
 # --- the module, beside its parameters -----------------------------------------------------------------------------

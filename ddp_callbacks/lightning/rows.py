@@ -15,19 +15,19 @@ class Row(NamedTuple):
     Attributes:
         key: Lightning's key of the value.
         position: The number of the batch in its pass; -1 outside of a batch.
+        samples: This rank's samples in the batch; 0 for a padding batch, 1 outside of a batch.
         weight: The number that the value is the mean over; 0 for a padding batch, or for a mean over nothing.
         size: Lightning's batch size: the weight of the value among batches.
         is_given: Whether the user has passed that size.
-        is_padding: Whether this rank has no sample of the batch.
         value: A scalar, on any device.
     """
 
     key: str
     position: int
+    samples: int
     weight: float
     size: float
     is_given: bool
-    is_padding: bool
     value: torch.Tensor | float
 
 
@@ -38,12 +38,14 @@ class Joined(NamedTuple):
         key: Lightning's key of the value.
         value: The value of all ranks together.
         size: The weight of the value among batches.
+        by_size: The value if it is a mean over the sizes of the rows.
         ends: The lowest and the highest of the ranks' values, for a mean logged outside of batches.
     """
 
     key: str
     value: float
     size: float
+    by_size: float
     ends: tuple[float, float] | None
 
 
@@ -53,11 +55,13 @@ def plain(rows: Sequence[Row]) -> list[list[Any]]:
     return [[*row[:-1], value] for row, value in zip(rows, values, strict=True)]
 
 
-def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> list[Joined]:
+def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], by_size: set[str]) -> list[Joined]:
     """Return the values of whole batches, in the order of the batches, from the rows of each rank.
 
     Args:
         operation_of: Returns how the parts of a key are combined: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        by_size: The keys that are known to be means over the sizes that the user has passed. Adds those that the rows
+            show to be such means.
     """
     groups: dict[tuple[int, int, str], list[Row]] = {}
     for rows in ranks:
@@ -67,24 +71,35 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> 
             groups.setdefault((row.position, counts[at], row.key), []).append(row)
             counts[at] += 1
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
-    return [_join(key, parts, operation_of(key)) for (_, _, key), parts in ordered]
+    parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
+    by_size.update(rows[0].key for rows in parts if _counts_by_size(rows))
+    return [_join(rows, operation_of(rows[0].key), rows[0].key in by_size) for rows in parts]
 
 
-def _join(key: str, rows: list[Row], operation: str) -> Joined:
+def _counts_by_size(rows: Sequence[Row]) -> bool:
+    """Whether the parts of one batch show that their values are means over the sizes that the user has passed.
+
+    Sizes that are the samples say nothing new. A constant counts all batches alike, and is 1 or at least a part's
+    samples; the value is then a mean over the samples.
+    """
+    sizes = {row.size for row in rows}
+    if not rows[0].is_given or all(row.size == row.samples for row in rows):
+        return False
+    return len(sizes) > 1 or any(1 < row.size < row.samples for row in rows)
+
+
+def _join(rows: Sequence[Row], operation: str, is_by_size: bool) -> Joined:
     """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
-    own = [row for row in rows if not row.is_padding] or rows
-    counted = [row for row in rows if row.weight and operation == "mean"] or own
-    sizes = [row.size for row in own]
-    # If the user has passed sizes that differ between the ranks, the values are means over these sizes.
-    by_size = own[0].is_given and len(set(sizes)) > 1
-    weights = [row.size if by_size else row.weight for row in counted]
-    values = [float(row.value) for row in counted]
+    values, sizes = [float(row.value) for row in rows], [row.size for row in rows]
+    by_size = _combine(values, sizes, operation)
     is_outside = rows[0].position < 0
+    counted = [float(row.value) for row in rows if row.weight] or values
     return Joined(
-        key,
-        _combine(values, weights, operation),
+        rows[0].key,
+        by_size if is_by_size else _combine(values, [row.weight for row in rows], operation),
         sum(sizes) / (len(sizes) if is_outside else 1),
-        (min(values), max(values)) if is_outside and operation == "mean" else None,
+        by_size,
+        (min(counted), max(counted)) if is_outside and operation == "mean" else None,
     )
 
 
@@ -92,8 +107,9 @@ def _combine(values: list[float], weights: list[float], operation: str) -> float
     if operation != "mean":
         return float(getattr(torch.tensor(values, dtype=torch.float64), operation)())
     total = sum(weights)
-    factors = [weight / total for weight in weights] if total else [1 / len(values)] * len(values)
-    return sum(value * factor for value, factor in zip(values, factors, strict=True))
+    if not total:
+        return sum(values) / len(values)
+    return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight)
 
 
 def _stack(values: Sequence[torch.Tensor | float]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
+from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
@@ -58,18 +60,20 @@ class Run:
         if synchronizer is not None:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = Replacements()
-        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self._is_padding)
+        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding)
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
-        self._undo: Callable[[], None] | None = None  # removes the traces of a padding batch
+        self._undo: Callable[[], None] | None = None  # ends a padding batch
+        self._exit.callback(self.end_batch)
+        self._syncs_batch_norm = False
         self.decisions = Decisions(trainer, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
         self._loops = (trainer.fit_loop, *_logged.loops_with_results(trainer)[1:], trainer.predict_loop)
         for loop in _logged.loops_with_results(trainer):
-            _logged.replace_results(loop, lambda training: results(training, batches, self.metrics))
+            _logged.replace_results(loop, lambda training: results(training, trainer, batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
@@ -106,11 +110,16 @@ class Run:
         """Let the module's BatchNorm layers normalize by the whole batch until :meth:`close`. A collective."""
         layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
         self._exit.callback(layers.close)
+        self._syncs_batch_norm = True
 
-    def begin_batch(self, batch: Any, dataloader_idx: int) -> None:
-        """Note this rank's share of a batch, if a loop has drawn it. A collective in training."""
+    def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note this rank's share of a batch, if a loop has drawn it. A collective in training.
+
+        Returns:
+            The batch to compute.
+        """
         if not _parts.is_asked_by_loop(self._trainer):
-            return
+            return batch
         training = self._trainer.training
         combined = _parts.active_loader(self._trainer)
         loaders = _parts.loaders_of_batch(combined, dataloader_idx)
@@ -127,7 +136,25 @@ class Run:
             results.begin_batch(joins_steps)
         self._mark(None)
         if self.batches.is_padding:
-            self._undo = remember_padding(self._model, self.metrics)
+            return self._begin_padding(batch, training or self._syncs_batch_norm or self.metrics.meet_in_forward)
+        return batch
+
+    def _begin_padding(self, batch: Any, meets: bool) -> Any:
+        """Begin a padding batch, and return it.
+
+        Args:
+            meets: Whether the ranks meet in the step, so that this one has to compute it.
+        """
+        if not meets and not _logged.results_of(self._trainer).is_first:
+            self._undo = skip_batch(self._trainer)
+            return batch
+        undo, forget = contextlib.ExitStack(), remember_padding(self._model, self.metrics)
+        undo.callback(forget)
+        if not meets:
+            batch, end = take_rows(self._trainer, batch, forget)
+            undo.callback(end)
+        self._undo = undo.close
+        return batch
 
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """Run ``training_step`` and return its output; :data:`SKIPPED` if it is ``None`` on every rank. A collective.
@@ -194,7 +221,7 @@ class Run:
         return self.drawing.optimizer_step(inner, step, closure)
 
     def end_batch(self) -> None:
-        """Remove the traces of a padding batch in metrics and running statistics."""
+        """End a padding batch: remove its traces in metrics and running statistics, and give hooks back."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -318,7 +345,8 @@ class Run:
         combined = _parts.active_loader(self._trainer)
         return [] if combined is None else list(combined.flattened)
 
-    def _is_padding(self) -> bool:
+    def is_padding(self) -> bool:
+        """Whether this rank has no sample of the batch that is being computed."""
         results = _logged.results_of(self._trainer)
         return results is not None and results.is_in_batch and self.batches.is_padding
 

@@ -10,7 +10,7 @@ not logged, updated or normalized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +20,11 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_traces
 from ddp_callbacks.process_group.presence import describe
 
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.run import Run
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-Forget = Callable[[], None]
 
 
 class Skipping:
@@ -95,37 +91,17 @@ class _Traces:
 
     def __init__(self, trainer: Any, metrics: SyncedMetrics) -> None:
         self._logged = _logged.results_of(trainer).remember()
-        layers = map(_remember, _normalizations(trainer.lightning_module))
-        self._changes = dict(enumerate([*metrics.remember(), *layers]))
+        self._changes = dict(enumerate(remember_traces(trainer.lightning_module, metrics)))
 
     def keep_common(self, returned_none: bool) -> None:
         """Undo the traces that are missing on some rank whose step returned ``None``. A collective."""
-        logged = self._logged()
-        done = [*logged, *(index for index, (has_changed, _) in self._changes.items() if has_changed())]
-        names = all_gather_object(done if returned_none else None, "what a skipped step has logged")
+        changed = {index: forget for index, (has_changed, forget) in self._changes.items() if has_changed()}
+        undo = self._logged() | changed
+        names = all_gather_object([*undo] if returned_none else None, "what a skipped step has logged")
         common = set[Any].intersection(*(set(own) for own in names if own is not None))
-        for name, forget in [*logged.items(), *((index, forget) for index, (_, forget) in self._changes.items())]:
+        for name, forget in undo.items():
             if name not in common:
                 forget()
-
-
-def _normalizations(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield the running statistics of each layer that has some."""
-    for layer in module.modules():
-        own = dict(layer.named_buffers(recurse=False))
-        if _STATISTICS[0] in own:
-            yield [own[name] for name in _STATISTICS if name in own]
-
-
-def _remember(buffers: Collection[torch.Tensor]) -> tuple[Callable[[], bool], Forget]:
-    copies = [buffer.clone() for buffer in buffers]
-
-    def forget() -> None:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
-
-    return lambda: not all(map(torch.equal, buffers, copies)), forget
 
 
 def where(trainer: Any) -> str:

@@ -46,7 +46,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Like Lightning's, but note this rank's share of the batch before. A collective in training."""
         if self._run is not None:
-            self._run.begin_batch(batch, dataloader_idx)
+            batch = self._run.begin_batch(batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +132,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """Average the parameters, with local steps. A collective then."""
         if self._local is not None:
             self._local.outer_step()
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether this process has no sample of the current training batch, and computes a padding batch. Local."""
+        return self._run is not None and self._run.is_padding()
 
     # --- stopping and going on ----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.metrics import samples_of_metrics
 from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
     VERSIONS,
@@ -268,6 +269,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         name, needed = self._stage_name(), 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
+        needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
         sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self.resume is not None)
         if self.resume is not None:
             self.resume.take_loader(name, sharded)

@@ -11,22 +11,26 @@ import torch
 from ddp_callbacks.lightning.rows import Row, join, plain
 
 
-def row(value: float, weight: float, size: float, given: bool = False, padding: bool = False) -> Row:
-    return Row("loss", 0, weight, size, given, padding, torch.tensor(value))
+def row(value: float, samples: int, size: float, given: bool = False, weight: float | None = None) -> Row:
+    return Row("loss", 0, samples, samples if weight is None else weight, size, given, torch.tensor(value))
 
 
 NAN = float("nan")
 CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
     "by samples": ("mean", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (2.0, 4)),
-    "a padding batch": ("mean", [[row(1.0, 3, 3)], [row(9.0, 0, 3, padding=True)]], (1.0, 3)),
-    "a mean over nothing": ("mean", [[row(1.0, 3, 4)], [row(NAN, 0, 4)]], (1.0, 8)),
+    "by weight": ("mean", [[row(1.0, 2, 2, weight=30)], [row(5.0, 2, 2, weight=10)]], (2.0, 4)),
+    "a padding batch": ("mean", [[row(1.0, 3, 3)], [row(9.0, 0, 3)]], (1.0, 3)),
+    "a mean over nothing": ("mean", [[row(1.0, 3, 4)], [row(NAN, 4, 4, weight=0)]], (1.0, 8)),
     "no rank counts": ("mean", [[row(1.0, 0, 4)], [row(3.0, 0, 4)]], (2.0, 8)),
     "len of the part": ("mean", [[row(1.0, 3, 3, True)], [row(5.0, 1, 1, True)]], (2.0, 4)),
     "tokens of the part": ("mean", [[row(1.0, 2, 30, True)], [row(5.0, 2, 10, True)]], (2.0, 40)),
+    "a mask that leaves equally many": ("mean", [[row(1.0, 5, 2, True)], [row(5.0, 4, 2, True)]], (3.0, 4)),
+    "a mask that leaves nothing of a part": ("mean", [[row(1.0, 2, 2, True)], [row(NAN, 2, 0, True)]], (1.0, 2)),
     "one constant": ("mean", [[row(1.0, 3, 7, True)], [row(5.0, 1, 7, True)]], (2.0, 14)),
+    "always 1": ("mean", [[row(1.0, 3, 1, True)], [row(5.0, 1, 1, True)]], (2.0, 2)),
     "on one rank": ("mean", [[], [row(5.0, 1, 1)]], (5.0, 1)),
     "sum": ("sum", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (6.0, 4)),
-    "max": ("max", [[row(1.0, 3, 3)], [row(9.0, 0, 3, padding=True)]], (1.0, 3)),
+    "max": ("max", [[row(1.0, 3, 3)], [row(9.0, 0, 3)]], (1.0, 3)),
     "min": ("min", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (1.0, 4)),
 }
 
@@ -36,13 +40,26 @@ def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) ->
     """Logged values equal a calculation by hand."""
     operation, ranks, expected = CASES[name]
     sent = json.loads(json.dumps([plain(rows) for rows in ranks]))
-    (found,) = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation)
+    (found,) = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation, set())
     assert (found.value, found.size) == pytest.approx(expected)
 
 
 def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
     def rows(*positions: int) -> list[Row]:
-        return [Row("loss", at, 1.0, 1.0, False, False, float(at + 10 * n)) for n, at in enumerate(positions)]
+        return [Row("loss", at, 1, 1.0, 1.0, False, float(at + 10 * n)) for n, at in enumerate(positions)]
 
-    found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum")
+    found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum", set())
     assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]
+
+
+def test_a_key_counts_by_its_sizes_in_each_batch_once_one_batch_shows_that_it_does() -> None:
+    """A masked mean counts by what its mask leaves, in every batch."""
+
+    def rows(*sizes: float) -> list[Row]:
+        return [Row("loss", at, 4, 4.0, size, True, size) for at, size in enumerate(sizes)]
+
+    known = set[str]()
+    (first,) = join([rows(8), rows(8)], lambda _: "mean", known)
+    assert (known, first.value, first.by_size) == (set(), 8.0, 8.0)
+    found = join([rows(9, 9), rows(9, 3)], lambda _: "mean", known)
+    assert (known, [joined.value for joined in found]) == ({"loss"}, [9.0, 7.5])

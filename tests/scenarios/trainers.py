@@ -688,6 +688,74 @@ def logs_of_steps_of_evaluations(strategy: Any) -> Any:
     return results | {"counted": counts.mean.compute()}
 
 
+def by_class(samples: int, batch_size: int, seed: int) -> DataLoader[Any]:
+    """Each batch is sorted, so that most parts of it lack a class."""
+    x, y = data(samples, seed).tensors
+    order = torch.cat(
+        [at + part.argsort() for at, part in zip(range(0, samples, batch_size), y.split(batch_size), strict=True)]
+    )
+    return DataLoader(TensorDataset(x[order], y[order]), batch_size)
+
+
+class LogsClasses(Net):
+    """Logs what only some ranks meet: means over a class, their maximum and sum, a metric that sees the class alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracies = nn.ModuleList(
+            torchmetrics.Accuracy("multiclass", num_classes=CLASSES) for _ in range(CLASSES)
+        )
+
+    def log_classes(self, name: str, batch: Any) -> torch.Tensor:
+        logits = self(batch[0])
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        for kind in batch[1].unique().tolist():
+            of_kind = batch[1] == kind
+            options: dict[str, Any] = {"on_epoch": True, "on_step": False, "prog_bar": True}
+            self.log(f"{name}{kind}", losses[of_kind].mean(), batch_size=int(of_kind.sum()), **options)
+            self.log(f"{name}{kind}_most", losses[of_kind].max(), on_step=True, on_epoch=True, reduce_fx=max)
+            self.log(f"{name}{kind}_sum", losses[of_kind].sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return losses.mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.log_classes("class", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.log_classes("val_class", batch))
+        for kind in batch[1].unique().tolist():
+            of_kind = batch[1] == kind
+            self.accuracies[kind](self(batch[0][of_kind]), batch[1][of_kind])
+            self.log(f"val_accuracy{kind}", self.accuracies[kind], on_step=True, on_epoch=True)
+
+
+@scenario
+def logs_of_some_ranks(strategy: Any) -> Any:
+    with folder(strategy) as name:
+        key = "val_class2/dataloader_idx_1"
+        best = ModelCheckpoint(name, "{" + key + ":.6f}", key, save_top_k=-1, auto_insert_metric_name=False)
+        validations = [by_class(13, 5, 9), by_class(16, 16, 8)]
+        made = fit(
+            strategy, LogsClasses(), by_class(29, 8, 0), validations, callbacks=[best], enable_checkpointing=True
+        )
+        return made, sorted(Path(path).name for path in best.best_k_models), best.best_model_score
+
+
+class ReadsAtValidations(pl.Callback):
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            trainer.logger.log_metrics({"read": float(trainer.callback_metrics["loss_step"])}, trainer.global_step)
+
+
+@scenario
+def reading_a_step_behind_a_validation_in_mid_epoch(strategy: Any) -> Any:
+    options: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "val_check_interval": 3,
+        "callbacks": [ReadsAtValidations()],
+    }
+    return fit(strategy, Net(), loader(43, 8), loader(13, 5, 9), **options)
+
+
 class Normalized(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from kit.compare import assert_equal
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from shared_worlds import by_rank
+from torch.utils.data import DataLoader, TensorDataset
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
@@ -110,7 +111,7 @@ def test_what_rank_zero_alone_logs_reads_and_counts_disturbs_nobody(strategy: st
     made.fit(OneSided(), loader(shuffle=True), loader(13, 5, 9))
     metrics = dict(made.callback_metrics)
     mine = [metrics.pop(name) for name in ("mine", "mine_step", "mine_epoch", "seen") if name in metrics]
-    assert strategy != OURS or len(mine) == (4 if made.is_global_zero else 1)
+    assert strategy != OURS or len(mine) == 4
     return metrics
 
 
@@ -219,6 +220,130 @@ class Collects(Net):
 def test_lists_of_outputs_have_no_batch_of_which_a_rank_has_no_sample(strategy: str) -> Any:
     few = loader(9, 4, 9), loader(2, 1, 9)  # in the second rank 1 has no sample at all
     return [fit(strategy, Collects(), loader(16, 8), rows) for rows in few]
+
+
+def of_all(parts: Any) -> list[float]:
+    """The rows that all ranks have."""
+    mine = torch.cat(parts).tolist()
+    return sorted(itertools.chain(*by_rank(mine)) if dist.is_initialized() else mine)
+
+
+class KeepsRows(Net):
+    """In every kind of container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.count, self.seen = {"rows": list[torch.Tensor]()}, 0, torch.zeros(())
+
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0][:, 0]
+        self.rows["rows"].append(rows)
+        self.count += len(rows)
+        self.seen += len(rows)
+        return rows
+
+    def on_test_epoch_end(self) -> None:
+        self.found = of_all(self.rows["rows"]), sum(of_all([torch.tensor([float(self.count)]), self.seen[None]]))
+
+
+class KeepsRowsOfAll(pl.Callback):
+    def __init__(self) -> None:
+        self.outputs, self.rows = list[torch.Tensor](), list[torch.Tensor]()
+        self.trained = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.trained += 0 if getattr(trainer.strategy, "is_padding", False) else len(batch[1])
+
+    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.outputs.append(outputs)
+        self.rows.append(batch[0][:, 0])
+
+
+@WORLD.as_on_one()
+def test_a_rank_without_a_sample_collects_nothing(strategy: str) -> Any:
+    found = []
+    for samples, batch_size in ((9, 4), (5, 1)):
+        callback, module = KeepsRowsOfAll(), KeepsRows()
+        made = trainer(strategy, callbacks=[callback], max_epochs=1)
+        made.fit(module, loader(samples, batch_size))
+        made.test(module, loader(samples, batch_size, 9), verbose=False)
+        trained = sum(of_all([torch.tensor([float(callback.trained)])]))
+        found.append([*module.found, of_all(callback.outputs), of_all(callback.rows), trained])
+    return found
+
+
+class TakesNoEmptyBatch(Collects):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not len(batch[0]):
+            raise ValueError("as a recurrent layer does")
+        super().validation_step(batch, batch_idx)
+
+
+@WORLD.as_on_one()
+def test_a_model_that_refuses_a_batch_without_rows_is_evaluated_all_the_same(strategy: str) -> Any:
+    return fit(strategy, TakesNoEmptyBatch(), loader(16, 8), loader(2, 1, 9))
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+class OfImages(torchmetrics.Metric):
+    """Keeps an entry per image in each list, as MeanAveragePrecision does."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("boxes", "truths"):
+            self.add_state(name, default=[], dist_reduce_fx=None)
+
+    def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        for row, truth in zip(x, y, strict=True):
+            self.boxes.append(row[: 1 + int(truth)])  # type: ignore[union-attr]
+            self.truths.append(truth.reshape(1))  # type: ignore[union-attr]
+
+    def compute(self) -> torch.Tensor:
+        scores = [boxes.sum() * (truth + 1) for boxes, truth in zip(self.boxes, self.truths, strict=True)]  # type: ignore[arg-type]
+        return torch.stack(scores).double().mean()
+
+
+class LogsMetricsOfAll(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.queries = OfImages(), torchmetrics.retrieval.RetrievalMAP().set_dtype(torch.float64)
+        self.r2 = torchmetrics.R2Score().set_dtype(torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.images(x, y)
+        self.queries.update(x[:, 0].sigmoid(), y == 0, indexes=(x[:, 1] > 0).long())
+        self.log_dict({"images": self.images, "queries": self.queries}, on_step=True, on_epoch=True)
+        if len(x) != 1:
+            self.r2(x[:, 0], x[:, 1])
+        self.log("r2", self.r2)
+
+
+@WORLD.as_on_one()
+def test_metrics_with_lists_and_metrics_that_need_two_samples_merge_over_uneven_parts(strategy: str) -> Any:
+    return [fit(strategy, LogsMetricsOfAll(), loader(16, 8), loader(*of, 9)) for of in ((16, 4), (13, 5), (9, 4))]
+
+
+class MeansOfMasks(Net):
+    """Both parts of the only batch have two samples that count, of five and of four."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, counts = batch
+        self.log("masked", x[counts].sum() / counts.sum(), batch_size=int(counts.sum()))
+        self.log("mean", x.mean(), batch_size=1)
+        self.log("of_all", x.mean(), batch_size=9)
+
+
+@WORLD.as_on_one()
+def test_a_masked_mean_counts_by_its_mask_also_where_the_parts_count_equally(strategy: str) -> Any:
+    x = torch.tensor([1.0, 1, 0, 0, 0, 5, 5, 0, 0], dtype=torch.float64)
+    made = trainer(strategy)
+    made.validate(MeansOfMasks(), DataLoader(TensorDataset(x, x > 0), 9), verbose=False)
+    return dict(made.callback_metrics)
 
 
 # --- before the strategy is set up ------------------------------------------------------------------------------------
