@@ -271,6 +271,6 @@ def describe_checkpoint(state: Any, **counters: int) -> str:
 
 
 def _compared(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {f"parameter {name}": each for name, each in module.named_parameters()}
     tensors |= {f"buffer {name}": buffer for name, buffer in persistent_buffers(module).items()}
     return {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}

@@ -111,7 +111,7 @@ class ParameterAverager:
             return
         self.outer_step()
         broadcast_all([*changes.values()], "the new parameters", self._group)
-        state = {} if self._optimizer is None else self._optimizer.state
+        state: dict[Any, Any] = {} if self._optimizer is None else self._optimizer.state
         for name in changes:
             state.get(OUTER_MOMENTUM, {}).pop(name, None)
         self._start()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import require_torch
-from ddp_callbacks.environment import WorkerEnv, number, stated_env, worker_env
+from ddp_callbacks.environment import KEEP_GOING, WorkerEnv, stated_env, worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
@@ -21,6 +21,7 @@ from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of
+from ddp_callbacks.schedulers import number
 from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
@@ -121,9 +122,8 @@ def join_process_group(
     """
     if dist.is_initialized():
         require_place(rank, world_size, "the arguments")
-        stated = stated_env()
-        if stated.world_size >= max(2, dist.get_world_size()):  # a launcher's process may have started some itself
-            require_place(stated.rank, stated.world_size, "the launcher's variables")
+        if not os.environ.get(KEEP_GOING):  # otherwise the group may have lost processes
+            _require_stated_place()
         announce_join()
         return current_env()
     device = None if device is None else torch.device(device)
@@ -139,6 +139,12 @@ def join_process_group(
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
     return form_group_of(Members(env), chosen, timeout)[0]
+
+
+def _require_stated_place() -> None:
+    stated = stated_env()
+    if stated.world_size >= max(2, dist.get_world_size()):  # a launcher's process may have started some itself
+        require_place(stated.rank, stated.world_size, "the launcher's variables")
 
 
 def leave_process_group() -> None:
