@@ -733,7 +733,7 @@ def logs_of_some_ranks(strategy: Any) -> Any:
     with folder(strategy) as name:
         key = "val_class2/dataloader_idx_1"
         best = ModelCheckpoint(name, "{" + key + ":.6f}", key, save_top_k=-1, auto_insert_metric_name=False)
-        validations = [by_class(13, 5, 9), by_class(16, 16, 8)]
+        validations = [by_class(26, 10, 9), by_class(16, 16, 8)]
         made = fit(
             strategy, LogsClasses(), by_class(29, 8, 0), validations, callbacks=[best], enable_checkpointing=True
         )
