@@ -737,6 +737,7 @@ def logs_of_some_ranks(strategy: Any) -> Any:
         made = fit(
             strategy, LogsClasses(), by_class(29, 8, 0), validations, callbacks=[best], enable_checkpointing=True
         )
+        made["logged"] = [dict(sorted(line.items())) for line in made["logged"]]  # rank 0 met other keys first
         return made, sorted(Path(path).name for path in best.best_k_models), best.best_model_score
 
 
