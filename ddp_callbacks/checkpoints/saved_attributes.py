@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.checkpoints.attributes import decode, memory_of_model, plain_attributes
 from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.data.attributes import decode, memory_of_model, plain_attributes
 
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
@@ -36,7 +36,7 @@ def load_attributes(module: Any, states: LocalStates, device: torch.device | str
     On another number of ranks, attributes that differed between the ranks are left out, and rank 0 warns of them.
 
     Args:
-        states: The result of :func:`ddp_callbacks.checkpoints.attributes.changed` on each rank.
+        states: The result of :func:`ddp_callbacks.data.attributes.changed` on each rank.
         device: For tensors that were not on the CPU.
     """
     lost = [name for name in states.mine if not states.is_same_world and not _is_common(name, states)]

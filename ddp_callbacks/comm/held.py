@@ -84,8 +84,7 @@ class Parameters:
         are_sparse = _sparse_parameters(module)
         self.dense = [each for each in self.named.values() if id(each) not in are_sparse]
         self.sparse = [each for each in self.named.values() if id(each) in are_sparse]
-        self._views = [content.values() for layer in module.modules() for content in content_of(layer)]
-        self._content = self._content_now()
+        self._note_content()
 
     def changes(self) -> dict[str, torch.nn.Parameter] | None:
         """Return the module's parameters that are new, or have another dtype or device, by name.
@@ -98,10 +97,14 @@ class Parameters:
             return None
         now = Parameters(self._module)
         if [*now.names] == [*self.names] and kinds == self._kinds:
-            self._views, self._content = now._views, now._content
+            self._note_content()
             return None
         before = dict(zip(self.names, self._kinds, strict=True))
         return {name: each for name, each in now.named.items() if before.get(id(each)) != _KIND(each)}
+
+    def _note_content(self) -> None:
+        self._views = [content.values() for layer in self._module.modules() for content in content_of(layer)]
+        self._content = self._content_now()
 
     def _content_now(self) -> list[Any]:
         trained = self._module.trained() if isinstance(self._module, Held) else []

@@ -107,7 +107,7 @@ class Part(Source):
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
-            past, is_shared = start._replace(position=start.last), not self.is_own
+            past, is_shared = start.of_last(), not self.is_own
             drawn = start.last["drawn"]
             Order(self.sampler, self.sources, self.group, is_shared=is_shared, start=past, used=drawn).begin()
         self.begun = _PartPass(self, limit, start)

@@ -56,6 +56,10 @@ class Start(NamedTuple):
     attributes: OrderAttributes
     plain: Attributes
 
+    def of_last(self) -> Start:
+        """Return this start at the position of the pass before."""
+        return self._replace(position=self.last)
+
     def put_back(self, sources: Sequence[object]) -> None:
         """Set the random states and the attributes as they were when ``iter`` was called."""
         set_global_state(self.before, sources)

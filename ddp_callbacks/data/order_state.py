@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from ddp_callbacks.checkpoints.attributes import checksums_of, decode, encode, plain_attributes
 from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.data.attributes import checksums_of, decode, encode, plain_attributes
 
 Attributes = dict[str, Any]
 """Encoded attributes, by names like ``"sampler.epoch"``."""

@@ -124,7 +124,7 @@ class Resumable(ShardedLoader):
         starts_workers = self._had_workers and not self._keeps_workers()
         if self._last is not None and isinstance(self.loader, Iterator):
             raise ConfigurationError(
-                f"a {type(self.loader).__name__} cannot begin a pass again, and goes on where the last one ended. To "
+                f"a {type(self.loader).__name__} cannot begin a pass again: it continues where the last one ended. To "
                 "resume, give an iterable whose __iter__ begins a pass."
             )
         start = Start(

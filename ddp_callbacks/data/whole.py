@@ -79,6 +79,8 @@ class _WholePass(Pass):
 
     def _note(self, batch: Any) -> None:
         self._drawn += 1
+        if self.start is None:  # of a loader that does not resume
+            return
         self._checksum = checksum_of_content(batch, self._checksum)
         self._checksums.append((self._drawn, self._checksum))
         self._first = self._first or self._checksum
@@ -156,7 +158,7 @@ class Whole(Source):
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
-            _, batches = self._begin(None, start._replace(position=start.last))
+            _, batches = self._begin(None, start.of_last())
             end_workers(batches)
             start.put_back(self.sources)
         begun, batches = self._begin(limit, start)

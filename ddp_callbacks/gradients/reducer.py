@@ -90,7 +90,7 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Continue in place of a reducer of other parameters. Local."""
-        if self._sums.hook is not None and self._layout() != before._layout():
+        if self._sums.hook is not None and self.layout() != before.layout():
             raise ConfigurationError(
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."
@@ -156,7 +156,8 @@ class Reducer:
         self.rounds += 1
         self._times.mark(None)
 
-    def _layout(self) -> list[list[torch.Size]]:
+    def layout(self) -> list[list[torch.Size]]:
+        """Return the shapes of the parameters in each bucket. Local."""
         return [[parameter.shape for parameter in bucket.pool.parameters] for bucket in self.buckets]
 
     def _require_known(self) -> None:

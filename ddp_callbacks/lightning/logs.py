@@ -60,7 +60,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._dtypes: dict[str, str] = {}  # of logged values, by key
-        self._shared: set[str] = set()  # keys that all ranks have
+        self._shared: dict[str, str | None] = {}  # keys that all ranks have, with the dtypes that they know
         self._by_size: set[str] = set()  # keys whose values are means over the sizes that the user passes
         self._missed: dict[str, float] = {}  # by key: what the sum of the epoch would have more if it were one of them
         self._logged: set[str] = set()  # keys since remember()
@@ -100,7 +100,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric.has_reset = False
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
-        self._dtypes.setdefault(key, str(value.dtype).removeprefix("torch."))
+        self._note_dtype(key, str(value.dtype).removeprefix("torch."))
         self._rows.append(self._row(key, value, float(batch_size)))
         if metric.meta.on_step:
             set_step_value(metric, value)
@@ -205,7 +205,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self, position: int, samples: int = 0, by_size: Sequence[str] = (), missed: Mapping[str, float] | None = None
     ) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
-        self._shared, self._by_size, self._missed = set(self), set(by_size), dict(missed or {})
+        self._shared = {key: self._dtypes.get(key) for key in self}
+        self._by_size, self._missed = set(by_size), dict(missed or {})
         self._rows, self._states, self.is_in_batch = [], {}, False
         self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
@@ -223,19 +224,23 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return {
             key: [_logged.result_key(metric, key in self.synced), self._dtypes.get(key)]
             for key, metric in self.items()
-            if key not in self._shared and not (metric.is_tensor and _is_for_some_ranks(metric.meta.sync))
+            if self._shared.get(key, "") != self._dtypes.get(key)
+            and not (metric.is_tensor and _is_for_some_ranks(metric.meta.sync))
         }
 
     def _share(self, key: str, made: dict[str, Any], dtype: str | None) -> None:
         """Have a key that a rank has logged."""
-        if key in self._shared:
-            return
-        self._shared.add(key)
         if dtype is not None:
-            self._dtypes[key] = dtype
+            self._note_dtype(key, dtype)
+        self._shared[key] = self._dtypes.get(key)
         if key not in self:
             self[key] = _logged.new_result(self._trainer, made, joint=True)
             self.synced |= {key} if made["syncs"] else set()
+
+    def _note_dtype(self, key: str, dtype: str) -> None:
+        """Note the dtype of a value, if it is wider than those before: so Lightning's sums grow, too."""
+        if self._dtypes.get(key) != "float64":
+            self._dtypes[key] = dtype
 
     def _accumulate(self, joined: Joined) -> None:
         metric, key = self[joined.key], joined.key

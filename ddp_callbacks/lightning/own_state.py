@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.checkpoints.attributes import Checksums, changed
 from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
+from ddp_callbacks.data.attributes import Checksums, changed
 from ddp_callbacks.lightning import _logged, _parts, _progress
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics

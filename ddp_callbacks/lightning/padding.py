@@ -30,24 +30,18 @@ def take_rows(trainer: Any, batch: Any, undo: Callable[[], None]) -> tuple[Any, 
     """Return a batch without rows, and what ends it. After ``undo``, a step that fails gets ``batch``."""
     replaced, module = Replacements(), trainer.lightning_module
     for name in _STEPS:
-        replaced.replace(module, name, functools.partial(_step, trainer, batch, undo))
+        replaced.replace(module, name, functools.partial(_step, batch, undo))
     return without_rows(batch), replaced.close
 
 
 def _step(
-    trainer: Any,
-    padding: Any,
-    undo: Callable[[], None],
-    step: Callable[..., Any],
-    batch: Any,
-    *args: Any,
-    **kwargs: Any,
+    padding: Any, undo: Callable[[], None], step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     try:
         return step(batch, *args, **kwargs)
     except Exception:  # many layers refuse a batch without rows
         undo()
-        return step(trainer.strategy.batch_to_device(padding), *args, **kwargs)
+        return step(padding, *args, **kwargs)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

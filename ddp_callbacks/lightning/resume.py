@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
-from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, set_attributes
+from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError

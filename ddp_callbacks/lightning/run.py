@@ -112,14 +112,14 @@ class Run:
         self._exit.callback(layers.close)
         self._syncs_batch_norm = True
 
-    def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
+    def begin_batch(self, batch: Any, dataloader_idx: int) -> bool:
         """Note this rank's share of a batch, if a loop has drawn it. A collective in training.
 
         Returns:
-            The batch to compute.
+            Whether :meth:`begin_padding` must follow, when the batch is on its device.
         """
         if not _parts.is_asked_by_loop(self._trainer):
-            return batch
+            return False
         training = self._trainer.training
         combined = _parts.active_loader(self._trainer)
         loaders = _parts.loaders_of_batch(combined, dataloader_idx)
@@ -135,16 +135,12 @@ class Run:
         if results is not None:
             results.begin_batch(joins_steps)
         self._mark(None)
-        if self.batches.is_padding:
-            return self._begin_padding(batch, training or self._syncs_batch_norm or self.metrics.meet_in_forward)
-        return batch
+        return self.batches.is_padding
 
-    def _begin_padding(self, batch: Any, meets: bool) -> Any:
-        """Begin a padding batch, and return it.
-
-        Args:
-            meets: Whether the ranks meet in the step, so that this one has to compute it.
-        """
+    def begin_padding(self, batch: Any) -> Any:
+        """Begin a padding batch, and return what the step computes instead."""
+        # In these steps the ranks may meet, so that this one has to compute them.
+        meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
         if not meets and not _logged.results_of(self._trainer).is_first:
             self._undo = skip_batch(self._trainer)
             return batch

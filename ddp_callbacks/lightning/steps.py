@@ -45,9 +45,9 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Like Lightning's, but note this rank's share of the batch before. A collective in training."""
-        if self._run is not None:
-            batch = self._run.begin_batch(batch, dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        pads = self._run is not None and self._run.begin_batch(batch, dataloader_idx)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return self._run.begin_padding(batch) if self._run is not None and pads else batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Like Lightning's; then the ranks exchange whether they skip the step. A collective."""

@@ -18,8 +18,8 @@ from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
-from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.data.attributes import decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError

@@ -20,11 +20,12 @@ from torchbearer.callbacks import CSVLogger
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from ddp_callbacks.checkpoints import LocalStates, Saved, attributes
+from ddp_callbacks.checkpoints import LocalStates, Saved
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
+from ddp_callbacks.data import attributes
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.files import count_lines, keep_lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -269,14 +270,18 @@ def norm(shift: float = 0.0) -> nn.Sequential:
 @WORLD.on(TWO, WIDE)
 def test_running_statistics_are_averaged_by_samples_and_other_buffers_are_rank_0s() -> None:
     rank = dist.get_rank()
-    merge_buffers(whole := norm(), SAMPLES[rank])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        merge_buffers(whole := norm(), SAMPLES[rank])
+        merge_buffers(other := norm(shift=math.nan if rank else 0.0), float(rank == 0))
+        merge_buffers(unused := norm(), 0)
+    said = [str(each.message).partition(" the ranks")[0] for each in caught]
+    assert said == ([] if rank else ["buffer count differed between"] * 3)
     found = dict(whole.named_buffers())
     torch.testing.assert_close(found["0.running_mean"].tolist(), [1.3, 3.0], rtol=1e-14, atol=0)
     torch.testing.assert_close(found["0.running_var"].tolist(), [2.3, 1.0], rtol=1e-14, atol=0)
     assert found["0.num_batches_tracked"] == 40 and found["count"].tolist() == [0, 7]
-    merge_buffers(other := norm(shift=math.nan if rank else 0.0), float(rank == 0))
     assert other[0].running_mean.tolist() == [1.0, 0.0]
-    merge_buffers(unused := norm(), 0)
     assert unused[0].running_mean.tolist() == [rank + 1.0, 10.0 * rank]
 
 

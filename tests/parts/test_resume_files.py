@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.checkpoints.attributes import changed, checksums_of
 from ddp_callbacks.checkpoints.resume import Every, Interval
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
+from ddp_callbacks.data.attributes import changed, checksums_of
 
 CPU = torch.device("cpu")
 

@@ -56,8 +56,14 @@ class Normalized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.steps += 1 + dist.get_rank()
+            self.steps += 1
         return self.linear(self.norm(x))
+
+
+class CountsApart(Normalized):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += dist.get_rank() * self.training
+        return super().forward(x)
 
 
 @WORLD.runs(TWO)
@@ -74,8 +80,11 @@ def batch_norm() -> Any:
         norm = state[torchbearer.MODEL].norm
         own["norm.running_mean"], own["norm.running_var"] = norm.running_mean.clone(), norm.running_var.clone()
 
-    made = trial([DDPCallback()], model=Normalized(), callbacks=[count, look])
-    return train(made, DataLoader(data(28), 7, shuffle=True), DataLoader(data(12, 9), 5), epochs=1) | {"own": own}
+    made = trial([DDPCallback()], model=CountsApart(), callbacks=[count, look])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "buffer steps differed")
+        found = train(made, DataLoader(data(28), 7, shuffle=True), DataLoader(data(12, 9), 5), epochs=1)
+    return found | {"own": own}
 
 
 def test_running_statistics_are_the_mean_over_the_ranks_weighted_by_samples() -> None:
