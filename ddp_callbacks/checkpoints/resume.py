@@ -272,4 +272,7 @@ def load_buffers(module: torch.nn.Module, states: LocalStates, weights: Sequence
         if id(buffer) in averaged and total:
             pairs = zip(states.of_ranks, weights, strict=True)
             saved = sum(of_rank[name] * (weight / total) for of_rank, weight in pairs if weight)
-        buffer.copy_(saved)
+        if buffer.shape == saved.shape:
+            buffer.copy_(saved)
+        else:  # a cache, which grows with the data
+            buffer.data = saved.to(buffer, copy=True)
