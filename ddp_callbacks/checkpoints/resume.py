@@ -272,7 +272,7 @@ def load_buffers(module: torch.nn.Module, states: LocalStates, weights: Sequence
         if id(buffer) in averaged and total:
             pairs = zip(states.of_ranks, weights, strict=True)
             saved = sum(of_rank[name] * (weight / total) for of_rank, weight in pairs if weight)
-        if buffer.shape == saved.shape:
+        if (buffer.shape, buffer.dtype) == (saved.shape, saved.dtype):
             buffer.copy_(saved)
         else:  # a cache, which grows with the data
-            buffer.data = saved.to(buffer, copy=True)
+            buffer.data = saved.to(buffer.device, copy=True)

@@ -205,16 +205,6 @@ def buffer_with_the_shape_of_the_batch(p: TrainerBuild) -> None:
     p.extend(lambda module: module.register_buffer("mask", torch.ones(0, 1), persistent=False), forward=forward)
 
 
-@trainer_part()
-def buffer_that_follows_the_data(p: TrainerBuild) -> None:
-    def step(module: Module, loss: Any, batch: Any) -> Any:
-        module.codebook.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
-        return loss + F.mse_loss(module(batch[0]), module(0.0 * batch[0] + module.codebook))
-
-    p.extend(lambda module: module.register_buffer("codebook", torch.zeros(FEATURES, dtype=torch.float64)), step)
-    p.allowed.append("codebook")
-
-
 @trainer_part(without="validation_of_single_samples")
 def batchnorm(p: TrainerBuild) -> None:
     p.extend(lambda module: module.layers.insert(0, nn.BatchNorm1d(FEATURES).double()))
@@ -279,7 +269,7 @@ def logs_a_masked_mean(p: TrainerBuild, stage: str) -> None:
 
 @trainer_part(without="train", can_be_cut=False)
 def logs_with_a_constant_batch_size(p: TrainerBuild) -> None:
-    in_steps(p, "training", lambda module, batch: module.log("constant", batch[0].mean(), batch_size=3, on_epoch=True))
+    in_steps(p, "training", lambda module, batch: module.log("constant", batch[0].mean(), batch_size=64, on_epoch=True))
 
 
 @trainer_part(without="by_hand")
@@ -367,6 +357,12 @@ def _arguments(name: str, logits: torch.Tensor, y: torch.Tensor) -> tuple[Any, .
 
 def _make_metric(name: str) -> Any:
     made = BY_LOGITS[name]("multiclass", num_classes=CLASSES) if name in BY_LOGITS else BY_VALUES[name]()
+    for metric in made.modules():  # set_dtype leaves the values that reset() restores in float32
+        if isinstance(metric, torchmetrics.Metric):
+            metric._defaults = {
+                key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+                for key, value in metric._defaults.items()
+            }
     return made.set_dtype(torch.float64)
 
 

@@ -182,23 +182,6 @@ def teacher_moved_in(p: TrialBuild, event: str) -> None:
 
 
 @trial_part()
-def model_with_a_buffer_that_follows_the_data(p: TrialBuild) -> None:
-    class Codebook(nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-            self.register_buffer("codebook", torch.zeros(trials.FEATURES, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.codebook.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-            return self.inner(x - 0.1 * self.codebook)
-
-    p.model = Codebook(p.model)
-    p.allowed.append("codebook")
-
-
-@trial_part()
 def model_with_a_cache(p: TrialBuild) -> None:
     class Cached(nn.Module):
         def __init__(self, inner: Any) -> None:
@@ -474,7 +457,7 @@ def evaluated_before(p: TrialBuild) -> None:
 def tested_and_predicted(p: TrialBuild) -> None:
     tests, rows = DataLoader(p.data(11, 4), p.rng.randint(1, 4)), DataLoader(TensorDataset(p.data(9, 3).tensors[0]), 2)
     p.after.append(lambda: p.trial.with_test_generator(tests).evaluate(data_key=torchbearer.TEST_DATA))
-    p.after.append(lambda: p.trial.with_test_generator(rows).predict())
+    p.after.append(lambda: p.trial.with_test_generator(rows, len(rows)).predict())
 
 
 @trial_part()
