@@ -28,7 +28,7 @@ from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.rows import Joined, Row, join, plain
+from ddp_callbacks.lightning.rows import Joined, Row, Sizes, join, plain
 from ddp_callbacks.process_group import get_rank
 
 _MOST = 64  # batches between two joins
@@ -61,7 +61,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._dtypes: dict[str, str] = {}  # of logged values, by key
         self._shared: dict[str, str | None] = {}  # keys that all ranks have, with the dtypes that they know
-        self._by_size: set[str] = set()  # keys whose values are means over the sizes that the user passes
+        self._sizes = Sizes()
         self._missed: dict[str, float] = {}  # by key: what the sum of the epoch would have more if it were one of them
         self._logged: set[str] = set()  # keys since remember()
         self._warned: set[str] = set()  # names that have caused a warning
@@ -112,7 +112,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             return value
         rows = [row for row in self._rows if self[row.key] is result_metric]
         if rows:
-            (*_, joined) = join([rows], self._operation, set())
+            (*_, joined) = join([rows], self._operation, Sizes())
             return self._tensor(joined)
         if not result_metric.is_tensor or result_metric.meta.sync.should:
             return None
@@ -175,7 +175,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         rows, states, keys, computed, carried = zip(*all_gather_object(mine, "the logged values"), strict=True)
         for key, (made, dtype) in [each for of_rank in keys for each in of_rank.items()]:
             self._share(key, made, dtype)
-        for joined in join([[Row(*row) for row in of_rank] for of_rank in rows], self._operation, self._by_size):
+        for joined in join([[Row(*row) for row in of_rank] for of_rank in rows], self._operation, self._sizes):
             self._accumulate(joined)
         for key in dict.fromkeys(key for of_rank in states for key in of_rank):
             self._set_step_value(key, [of_rank[key] for of_rank in states if of_rank.get(key)])
@@ -198,15 +198,20 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def pass_state(self) -> dict[str, Any]:
         """Return the state of the current pass for a file, between two batches, when all rows are joined."""
-        sizes = {"by_size": sorted(self._by_size), "missed": self._missed}
+        sizes = {"by_size": sorted(self._sizes.by_size), "sizes": self._sizes.seen, "missed": self._missed}
         return {"position": self._position, "samples": self._samples} | sizes
 
     def load_pass_state(
-        self, position: int, samples: int = 0, by_size: Sequence[str] = (), missed: Mapping[str, float] | None = None
+        self,
+        position: int,
+        samples: int = 0,
+        by_size: Sequence[str] = (),
+        sizes: Mapping[str, Any] | None = None,
+        missed: Mapping[str, float] | None = None,
     ) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
         self._shared = {key: self._dtypes.get(key) for key in self}
-        self._by_size, self._missed = set(by_size), dict(missed or {})
+        self._sizes, self._missed = Sizes(by_size, sizes), dict(missed or {})
         self._rows, self._states, self.is_in_batch = [], {}, False
         self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
@@ -249,7 +254,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         size = int(joined.size) if joined.size.is_integer() else joined.size
         super().update_metrics(key, self._tensor(joined), size)
         missed = self._missed.pop(key, 0.0) + (joined.by_size - joined.value) * joined.size
-        if key not in self._by_size:
+        if key not in self._sizes.by_size:
             self._missed[key] = missed
         elif missed and metric.meta.on_epoch:
             metric.value = metric.value + missed

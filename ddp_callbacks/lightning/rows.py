@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +55,40 @@ def plain(rows: Sequence[Row]) -> list[list[Any]]:
     return [[*row[:-1], value] for row, value in zip(rows, values, strict=True)]
 
 
-def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], by_size: set[str]) -> list[Joined]:
+class Sizes:
+    """What the sizes that the user has passed say about the values of each key, in all batches so far.
+
+    Attributes:
+        by_size: The keys whose values are means over these sizes.
+        seen: By key: up to two different sizes, and whether one was not the number of the part's samples.
+    """
+
+    def __init__(self, by_size: Iterable[str] = (), seen: Mapping[str, Any] | None = None) -> None:
+        self.by_size, self.seen = set(by_size), {**(seen or {})}
+
+    def note(self, rows: Sequence[Row]) -> None:
+        """Note the parts of a batch.
+
+        Sizes that are the samples say nothing new. A constant counts all batches alike, and is 1 or at least a part's
+        samples; the value is then a mean over the samples. Everything else is a mean over the sizes.
+        """
+        key = rows[0].key
+        if not rows[0].is_given or key in self.by_size:
+            return
+        sizes, differs = self.seen.get(key, ([], False))
+        sizes = sorted({*sizes, *(row.size for row in rows)})[:2]
+        differs = differs or any(row.size != row.samples for row in rows)
+        self.seen[key] = [sizes, differs]
+        if differs and (len(sizes) > 1 or any(1 < row.size < row.samples for row in rows)):
+            self.by_size.add(key)
+
+
+def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], sizes: Sizes) -> list[Joined]:
     """Return the values of whole batches, in the order of the batches, from the rows of each rank.
 
     Args:
         operation_of: Returns how the parts of a key are combined: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        by_size: The keys that are known to be means over the sizes that the user has passed. Adds those that the rows
-            show to be such means.
+        sizes: What the sizes say so far. Takes in what these rows say.
     """
     groups: dict[tuple[int, int, str], list[Row]] = {}
     for rows in ranks:
@@ -72,20 +99,9 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], by_
             counts[at] += 1
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
-    by_size.update(rows[0].key for rows in parts if _counts_by_size(rows))
-    return [_join(rows, operation_of(rows[0].key), rows[0].key in by_size) for rows in parts]
-
-
-def _counts_by_size(rows: Sequence[Row]) -> bool:
-    """Whether the parts of one batch show that their values are means over the sizes that the user has passed.
-
-    Sizes that are the samples say nothing new. A constant counts all batches alike, and is 1 or at least a part's
-    samples; the value is then a mean over the samples.
-    """
-    sizes = {row.size for row in rows}
-    if not rows[0].is_given or all(row.size == row.samples for row in rows):
-        return False
-    return len(sizes) > 1 or any(1 < row.size < row.samples for row in rows)
+    for rows in parts:
+        sizes.note(rows)
+    return [_join(rows, operation_of(rows[0].key), rows[0].key in sizes.by_size) for rows in parts]
 
 
 def _join(rows: Sequence[Row], operation: str, is_by_size: bool) -> Joined:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def verify_first_batch(
         if verify == "warn":
             _require_no_transfer_hooks(trainer)
         first = _first_batch(module, loaders)
-        with without_draws("a hook that transfers batches"):
+        with without_draws("a hook that transfers batches"), _profiled_by(silent.profiler, trainer):
             whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
         return whole, part, lambda: batches.weigh(part, first.share)
 
@@ -54,6 +55,15 @@ def verify_first_batch(
     instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
     with trainer.precision_plugin.train_step_context():
         check_first_batch(verify, Computation([module], loss_of, instead), load)
+
+
+@contextmanager
+def _profiled_by(profiler: Any, trainer: Any) -> Iterator[None]:
+    before, trainer.profiler = trainer.profiler, profiler
+    try:
+        yield
+    finally:
+        trainer.profiler = before
 
 
 def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:

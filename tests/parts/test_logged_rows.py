@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_callbacks.lightning.rows import Row, join, plain
+from ddp_callbacks.lightning.rows import Row, Sizes, join, plain
 
 
 def row(value: float, samples: int, size: float, given: bool = False, weight: float | None = None) -> Row:
@@ -40,7 +40,7 @@ def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) ->
     """Logged values equal a calculation by hand."""
     operation, ranks, expected = CASES[name]
     sent = json.loads(json.dumps([plain(rows) for rows in ranks]))
-    (found,) = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation, set())
+    (found,) = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation, Sizes())
     assert (found.value, found.size) == pytest.approx(expected)
 
 
@@ -48,7 +48,7 @@ def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
     def rows(*positions: int) -> list[Row]:
         return [Row("loss", at, 1, 1.0, 1.0, False, float(at + 10 * n)) for n, at in enumerate(positions)]
 
-    found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum", set())
+    found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum", Sizes())
     assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]
 
 
@@ -58,8 +58,21 @@ def test_a_key_counts_by_its_sizes_in_each_batch_once_one_batch_shows_that_it_do
     def rows(*sizes: float) -> list[Row]:
         return [Row("loss", at, 4, 4.0, size, True, size) for at, size in enumerate(sizes)]
 
-    known = set[str]()
+    known = Sizes()
     (first,) = join([rows(8), rows(8)], lambda _: "mean", known)
-    assert (known, first.value, first.by_size) == (set(), 8.0, 8.0)
+    assert (known.by_size, first.value, first.by_size) == (set(), 8.0, 8.0)
     found = join([rows(9, 9), rows(9, 3)], lambda _: "mean", known)
-    assert (known, [joined.value for joined in found]) == ({"loss"}, [9.0, 7.5])
+    assert (known.by_size, [joined.value for joined in found]) == ({"loss"}, [9.0, 7.5])
+
+
+def test_small_counts_that_look_like_a_constant_or_the_samples_count_once_the_key_has_had_others() -> None:
+    def rows(*each: tuple[int, float]) -> list[Row]:
+        return [Row("rare", at, samples, samples, size, True, samples) for at, (samples, size) in enumerate(each)]
+
+    known = Sizes()
+    first, second = join([rows((2, 2), (2, 1)), rows((3, 3), (3, 1))], lambda _: "mean", known)
+    assert (first.value, second.value) == pytest.approx((2.6, 2.5))
+    again = Sizes(known.by_size, json.loads(json.dumps(known.seen)))
+    assert join([rows((2, 1)), rows((3, 1))], lambda _: "mean", again)[0].value == pytest.approx(2.5)
+    (constant,) = join([rows((2, 1)), rows((3, 1))], lambda _: "mean", Sizes())
+    assert constant.value == pytest.approx(2.6)
