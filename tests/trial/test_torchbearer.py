@@ -115,6 +115,33 @@ def test_a_rank_without_a_sample_counts_nowhere_in_the_running_statistics() -> N
 
 
 @WORLD
+def test_a_second_model_in_the_state_trains_as_on_one_process() -> None:
+    """Models and optimizers under keys of your own are synchronized."""
+    critic_key, optimizer_key = torchbearer.state_key("critic"), torchbearer.state_key("critic_optimizer")
+
+    def run(callbacks: list[Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model, critic = nn.Linear(FEATURES, CLASSES).double(), nn.Linear(CLASSES, 1).double()
+
+        def closure(state: Any) -> None:
+            base(state)
+            state[optimizer_key].zero_grad()
+            state[critic_key](state[torchbearer.Y_PRED].detach()).square().mean().backward()
+            state[optimizer_key].step()
+
+        base = torchbearer.bases.base_closure(
+            *(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, torchbearer.Y_TRUE),
+            *(torchbearer.CRITERION, torchbearer.LOSS, torchbearer.OPTIMIZER),
+        )
+        made = trial(callbacks, model=model).with_train_generator(DataLoader(data(19), 4))
+        made.state[critic_key], made.state[optimizer_key] = critic, torch.optim.Adam(critic.parameters(), 0.01)
+        made.with_closure(closure).run(2)
+        return {**model.state_dict(), **{f"critic.{name}": value for name, value in critic.state_dict().items()}}
+
+    assert_equal(run([DDPCallback()]), run([]), 1e-10)
+
+
+@WORLD
 def test_synchronized_layers_are_given_back() -> None:
     model, during = Normalized(), list[str]()
 
