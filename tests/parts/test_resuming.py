@@ -285,7 +285,7 @@ def test_a_count_of_passes_that_cannot_be_saved_is_an_error(loader: Callable[[],
     batches = resumable_loader(iter([torch.ones(2)] * 3))
     state = [list(batches), batches.state_dict()][-1]
     with pytest.raises(
-        ConfigurationError, match=r"a list_iterator cannot begin a pass again, .* give an iterable whose"
+        ConfigurationError, match=r"a list_iterator cannot begin a pass again: it .* give an iterable whose"
     ):
         left(resumable_loader(iter([torch.ones(2)] * 3)), state)
 
