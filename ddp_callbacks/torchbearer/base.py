@@ -200,14 +200,13 @@ def share_of(state: State) -> Share:
 
 def held_by(state: State) -> Held:
     """Return what the Trial trains: the modules in its state, and what else its optimizers and callbacks' have."""
-    optimizers = [*optimizers_in(state[torchbearer.CALLBACK_LIST]), *optimizers_of(state)]
+    own = optimizers_in(state[torchbearer.CALLBACK_LIST])
+
+    def trained() -> list[torch.nn.Parameter]:
+        return trained_by([*own, *(value for value in state.values() if isinstance(value, torch.optim.Optimizer))])
+
     others = {str(key): value for key, value in state.items() if value is not state[torchbearer.MODEL]}
-    return Held(state[torchbearer.MODEL], others, lambda: trained_by(optimizers))
-
-
-def optimizers_of(state: State) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in the Trial's state, under whatever key."""
-    return [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    return Held(state[torchbearer.MODEL], others, trained)
 
 
 def fraction_of(share: Share, world_size: int) -> float:
