@@ -13,6 +13,7 @@ from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.remote import command_to
 
 _STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
+_PATIENCE = 30.0  # seconds for a logger that flushes, as torchrun gives
 
 
 class Job(Namespace):
@@ -55,6 +56,11 @@ class Job(Namespace):
     def force(self) -> float:
         """Seconds from a request to stop to SIGKILL."""
         return GRACE if self.grace is None else self.grace
+
+    @property
+    def patience(self) -> float:
+        """Seconds for the other ranks to end after one was preempted."""
+        return _PATIENCE if self.grace is None else self.grace
 
     def words(self, node: NodePlan) -> list[str]:
         """Return the command of a rank on a node."""

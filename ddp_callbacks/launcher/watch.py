@@ -163,16 +163,23 @@ class Watch:
 
     def _take_failure(self, code: int) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
-        if code != EXIT_PREEMPTED and self._begin_at is None:
-            if self._can_restart():
-                self._begin_restart()
-            elif self._end_at is None:
-                self._end_at = time.monotonic() + _PAUSE
-        elif not self._can_restart():
-            self._launch.stop(SIGTERM)
-        elif self._begin_at is None:  # the others may write, too
-            self._begin_at = time.monotonic() + self._job.force
-            self._launch.ask()
+        if self._begin_at is not None or self._end_at is not None:
+            return
+        if code == EXIT_PREEMPTED:
+            self._wait_for_others()
+        elif self._can_restart():
+            self._begin_restart()
+        else:
+            self._end_at = time.monotonic() + _PAUSE
+
+    def _wait_for_others(self) -> None:
+        """Give the other ranks their time to write and end, too, after the first preempted one."""
+        self._launch.ask()
+        until = time.monotonic() + self._job.patience
+        if self._can_restart():
+            self._begin_at = until
+        else:
+            self._end_at = until
 
     def _forget(self, name: str) -> None:
         """Forget the ranks of a node: new ones start there, or the job continues without it."""
@@ -394,15 +401,15 @@ class Watch:
         return cause.code
 
     def _ends(self) -> list[End]:
-        """Return the ranks' ends. A preempted rank is no cause; one that had to be killed after a preemption is."""
+        """Return the ranks' ends. A preempted rank is no cause; one that had to be ended after a preemption is."""
         members = self._ends_of_members()
         has_preempted = any(rank.code == EXIT_PREEMPTED for rank in members)
-        reason = f"did not end within {self._job.force:g} s after another rank was preempted"
+        reason = f"did not end within {self._job.patience:g} s after another rank was preempted"
         ends = []
         for rank in members:
             if rank.code == EXIT_PREEMPTED:
                 ends.append(replace(rank, code=0))
-            elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
+            elif has_preempted and rank.is_ours and rank.ended_by:
                 ends.append(replace(rank, reason=reason, is_ours=False))
             else:
                 ends.append(rank)

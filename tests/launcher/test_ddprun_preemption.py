@@ -192,6 +192,37 @@ def test_how_the_ranks_have_ended_decides_what_is_told(tmp_path: Path, how: str)
     assert written(tmp_path) == {"0-0", "1-0"} and WROTE not in run.text
 
 
+ENDS = """
+import atexit, os, sys, time
+rank, code, seconds = os.environ["RANK"], int(sys.argv[1]), float(sys.argv[2])
+if rank == "1":
+    atexit.register(time.sleep, seconds)
+    open("ends", "w").close()
+while not os.path.exists("ends"):
+    time.sleep(0.01)
+sys.exit(75 if rank == "0" else code)
+"""
+# How long the second rank takes to end after the first was preempted, its exit code, the job's and what is told.
+SLOW_ENDS = {
+    "preempted too": (3, 75, 75, WROTE),
+    "done": (0.7, 0, 75, WROTE),
+    "fails": (0.7, 3, 3, "rank 1 on localhost failed with exit code 3: no exception was printed"),
+    "never ends": (1000, 75, 143, "did not end within 1 s after another rank was preempted"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.waits(3)
+@pytest.mark.parametrize("how", SLOW_ENDS)
+def test_a_rank_that_is_slow_to_end_does_not_change_the_exit_code_of_a_preempted_job(tmp_path: Path, how: str) -> None:
+    """A preempted job exits with 75, however slowly its processes end."""
+    seconds, own, code, says = SLOW_ENDS[how]
+    flags = ["--grace", "1"] if how == "never ends" else []
+    with Run(tmp_path, "-H", "localhost:2", *flags, write(tmp_path, ENDS), str(own), str(seconds)) as run:
+        assert run.end() == code, run.text
+    assert any(line.endswith(says) for line in run.lines[-3:]), run.text
+
+
 @pytest.mark.parametrize("grace", [True, False])
 def test_a_rank_that_still_starts_gets_the_signal_when_it_can_take_it(tmp_path: Path, grace: bool) -> None:
     """A rank that still starts gets the request later."""

@@ -71,7 +71,7 @@ class Ending:
         """Ask the ranks to stop, and kill every process of the job when their time is over."""
         if self.grace is None:
             self._kill_within(GRACE)
-            self._after_stacks(partial(self.ask, number, patient=False))
+            self._after_stacks(partial(self.ask, number, self._is_patient))
         else:
             self._kill_within(self.grace)
             self.ask(number)
