@@ -7,7 +7,9 @@ import json
 import os
 import random
 import shutil
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,19 @@ _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _LAST_WORDS = 0.1  # seconds to read the last messages of that command
 _MANY = 100  # waiting events of a node; beyond that, its writes wait
 _TAIL = 1 << 16  # bytes to keep of the error output of ssh or the shell
+
+
+@contextmanager
+def _standard_input(is_here: bool) -> Iterator[tuple[int, ...]]:
+    """A descriptor of standard input for the program of this machine to inherit; none of a terminal, or if closed."""
+    if not is_here or sys.stdin is None or os.isatty(0):
+        yield ()
+        return
+    descriptor = os.dup(0)
+    try:
+        yield (descriptor,)
+    finally:
+        os.close(descriptor)
 
 
 class NodeProblem(Exception):
@@ -65,6 +80,7 @@ class Connection(asyncio.SubprocessProtocol):
         is_open: Whether the node's program is still there.
         hello: The node's description of itself.
         place: Facts about the node, see :func:`ddp_callbacks.launcher.facts.place`.
+        stdin: The descriptor by which the program of this machine has inherited a standard input that is no terminal.
     """
 
     def __init__(self, plan: NodePlan, shared: Shared) -> None:
@@ -72,6 +88,7 @@ class Connection(asyncio.SubprocessProtocol):
         self.greeted = self.is_open = False
         self.hello: dict[str, Any] = {}
         self.place: dict[str, Any] = {}
+        self.stdin: int | None = None
         self._shared = shared
         self._asks = self._silent = False
         self._waiting = 0  # events that nobody has taken
@@ -85,8 +102,12 @@ class Connection(asyncio.SubprocessProtocol):
         self._reached = False  # whether the shell there is ready
         loop = asyncio.get_running_loop()
         words = [*_DEAF, *command_to(self.plan, self._shared.patience)]
-        # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-        self._process, _ = await loop.subprocess_exec(lambda: self, *words, start_new_session=True)
+        with _standard_input(self.plan.is_here) as inherited:
+            self.stdin = next(iter(inherited), None)
+            # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
+            self._process, _ = await loop.subprocess_exec(
+                lambda: self, *words, start_new_session=True, pass_fds=inherited
+            )
         self._heard = loop.time()
         self._write(FIRST_LINE)
         await self._answer()

@@ -50,7 +50,6 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
         restarts: How often the ranks have been restarted, for any reason.
-        taken: An event that is set when rank 0 has taken the data sent to its standard input.
         nodes: The nodes that were reached, in rank order.
     """
 
@@ -60,7 +59,6 @@ class Launch:
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
-        self.taken = asyncio.Event()
         self.nodes: list[Connection] = []
         self._seconds = seconds
         self._shared = Shared(job.heartbeat_timeout)
@@ -220,7 +218,8 @@ class Launch:
             node.tell("start", **message)
 
     def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
-        return starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
+        messages = starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
+        return (message | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """End the ranks of these nodes, so that others can be started there; return the problems by node."""
@@ -236,13 +235,15 @@ class Launch:
         self._tell_all("news", **news)
 
     async def pass_on_input(self) -> None:
-        """Send standard input to rank 0, as fast as it reads, so that ``input()`` and a breakpoint work there."""
+        """Send what is typed at a terminal to rank 0, so that ``input()`` and a breakpoint work there.
+
+        Any other input may hold the next lines of a shell's loop around ``ddprun``, so nothing is read ahead: rank 0
+        inherits it on this machine, and finds it empty on another.
+        """
         data = b"-"
         while data:
-            self.taken.clear()
             data = await next_input()
             self.nodes[0].tell("input", data=os.fsdecode(data))
-            await self.taken.wait()
 
     async def next_event(self) -> Event | None:
         """Return the next event; ``None`` if none comes within a quarter of a second."""

@@ -184,12 +184,12 @@ class _Lines:
 
 
 async def next_input() -> bytes:
-    """Return data from standard input, empty at its end. Wait while this process is in the terminal's background."""
+    """Return what is typed, empty at its end or without a terminal. Wait while this process is in its background."""
     with suppress(OSError):  # the terminal was closed
-        while sys.stdin is not None:  # otherwise descriptor 0 may be another file
+        while sys.stdin is not None and os.isatty(0):  # without sys.stdin, descriptor 0 may be another file
             if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
                 continue
-            if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
+            if os.tcgetpgrp(0) == os.getpgrp():
                 return os.read(0, _MOST)
             await asyncio.sleep(_LOOK)
     return b""

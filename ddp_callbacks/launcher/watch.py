@@ -72,9 +72,6 @@ class Watch:
         elif end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)
 
-    async def _on_taken(self, _: Connection) -> None:
-        self._launch.taken.set()
-
     async def _on_request(self, _: Connection) -> None:
         hosts = await asyncio.to_thread(read_request, self._output.folder / HOSTS)
         self._joining = _unfinished(self._joining)

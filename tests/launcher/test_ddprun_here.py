@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -57,11 +58,49 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
 
 
 def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: Path) -> None:
-    """Rank 0 reads what you type."""
     script = "import os, sys\nif os.environ['RANK'] == '0': print(sum(map(int, sys.stdin)), flush=True)"
     numbers = "\n".join(map(str, range(200_000)))
     done = ddprun("-H", "localhost:2", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin=numbers)
     assert (done.returncode, done.stdout) == (0, f"{sum(range(200_000))}\n"), done.stderr
+
+
+# Starts Python with these arguments on the terminal that is its standard input, as a shell in the foreground does.
+ON_ITS_TERMINAL = [
+    sys.executable,
+    "-c",
+    "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whatever nohup has started the tests
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+]
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("where", [[], ["-H", "far:1", "--rsh", "env -u"]], ids=["here", "on another machine"])
+def test_rank_0_reads_what_is_typed(tmp_path: Path, where: list[str]) -> None:
+    """Rank 0 reads what you type."""
+    script = write(tmp_path, "print('got', input('name? '), input())")
+    outside, inside = os.openpty()
+    command = [*ON_ITS_TERMINAL, *DDPRUN[3:], *where, "--no-prefix", script]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdin=inside, **streams) as process:
+        os.write(outside, b"Ada\nLovelace\n")
+        said, errors = process.communicate(timeout=LIMIT)
+    for descriptor in (outside, inside):
+        os.close(descriptor)
+    assert said == b"name? got Ada Lovelace\n", errors
+
+
+@pytest.mark.parametrize("where", [[], ["-H", "far:1", "--rsh", "env -u"]], ids=["here", "on another machine"])
+def test_a_loop_over_standard_input_runs_once_for_each_line(tmp_path: Path, where: list[str]) -> None:
+    """`while read line; do ddprun ...; done < list` loses no line."""
+    script = write(tmp_path, "import sys\nprint('got', sys.argv[1:])")
+    command = shlex.join([*DDPRUN, *where, "--no-prefix", script])
+    loop = f"while read line; do {command} $line; done; echo all"
+    words, lines = ["bash", "-c", loop], "1\n2\n3\n"
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(tmp_path), input=lines, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.stdout == "got ['1']\ngot ['2']\ngot ['3']\nall\n", done.stderr
 
 
 def test_rank_0_finds_the_end_of_its_input_again_after_a_restart(tmp_path: Path) -> None:
@@ -764,13 +803,7 @@ while True:
     time.sleep(0.01)
 """
     outside, inside = os.openpty()
-    words = [sys.executable, *DDPRUN[3:], write(tmp_path, talks)]
-    owns_it = (
-        "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whatever nohup has started the tests
-        "os.execv"
-    )
-    command = [sys.executable, "-c", f"{owns_it}(sys.argv[1], sys.argv[1:])", *words]
+    command = [*ON_ITS_TERMINAL, *DDPRUN[3:], write(tmp_path, talks)]
     environ = environment(tmp_path)
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
         os.close(inside)

@@ -25,7 +25,6 @@ input calls the method ``do_NAME``, or the function of that name in ``answers``.
 ``asked``    a signal to this program asks the job to stop
 ``problem``  the job cannot continue
 ``beat``     the answer to ``beat``
-``taken``    rank 0 has taken its standard input so far
 ``done``     everything here has ended
 ===========  =============================================================================================
 

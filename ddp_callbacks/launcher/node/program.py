@@ -104,11 +104,13 @@ class Node:
         store: list[str],
         bind: str,
         patience: float | None,
+        stdin: int | None,
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
         ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
-        before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed.
+        before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits
+        the descriptor ``stdin``; with ``None``, it reads what :meth:`do_input` brings.
         """
         self._stopped.patience = patience
         found = {**defaults, **os.environ, **environ}
@@ -118,7 +120,7 @@ class Node:
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 self._starts[rank] = Start(rank, argv, own, cores)
-                self._start_rank(rank, DEVNULL if rank else self._open_input())
+                self._start_rank(rank, DEVNULL if rank else self._open_input(stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
             text = f"cannot start {argv[0]}: {error.strerror}{remedy if error.filename else ''}"
@@ -139,8 +141,10 @@ class Node:
 
     def do_input(self, data: str) -> None:
         """Pass ``data`` to rank 0's standard input once the rank has room; empty ``data`` closes it."""
-        self._unread = os.fsencode(data) or None
-        if self._unread is None:
+        if data and self._unread is not None:
+            self._unread += os.fsencode(data)
+        else:
+            self._unread = None
             self._close_input()
 
     def do_news(self, **news: Any) -> None:
@@ -185,8 +189,10 @@ class Node:
         )
         self._ending.spared = {self._store.pid}
 
-    def _open_input(self) -> int:
+    def _open_input(self, inherited: int | None) -> int:
         """Return what rank 0 reads as its standard input."""
+        if inherited is not None:
+            return os.dup(inherited)
         if self._unread is None:
             return DEVNULL
         taken, self._input = os.pipe()
@@ -313,9 +319,6 @@ class Node:
             self._unread = self._unread[os.write(self._input, self._unread) :]
         except OSError:  # the rank has closed it
             self._close_input()
-            return
-        if not self._unread:
-            self._link.tell("taken")
 
     def _close_input(self) -> None:
         if self._input is not None:
