@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 
@@ -11,7 +10,7 @@ from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
-from ddp_callbacks.launcher.plan import Job, describe
+from ddp_callbacks.launcher.plan import describe
 from ddp_callbacks.launcher.stacks import ask_for_stacks
 from ddp_callbacks.schedulers import unknown_launcher
 
@@ -53,7 +52,6 @@ def _main(argv: list[str]) -> int:
         return 0
     from ddp_callbacks.launcher.run import run
 
-    job.environ = _terminal(job) | job.environ
     return run(job)
 
 
@@ -61,15 +59,6 @@ def _forget_threads_of_pbs() -> None:
     """Drop the OMP_NUM_THREADS that PBS sets to the cores of a chunk, whatever runs there: no choice of the user's."""
     if "PBS_JOBID" in os.environ and os.environ.get("OMP_NUM_THREADS") == os.environ.get("NCPUS"):
         os.environ.pop("OMP_NUM_THREADS", None)
-
-
-def _terminal(job: Job) -> dict[str, str]:
-    """Return variables that tell a program about the terminal behind its pipe, so that rich shows bars."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return {}
-    prefix = 0 if job.no_prefix else max(len(f"[{node.name}:0] ") for node in job.nodes)
-    width = shutil.get_terminal_size().columns - prefix
-    return {"TTY_COMPATIBLE": os.environ.get("TTY_COMPATIBLE", "1"), "COLUMNS": str(max(width, 20))}
 
 
 def _refuse_to_multiply() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
-from ddp_callbacks.launcher.output import next_input
+from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
@@ -90,6 +90,7 @@ class Launch:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take_signal, number)
         loop.add_signal_handler(signal.SIGQUIT, self._take_request)
+        loop.add_signal_handler(signal.SIGWINCH, self._resize)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _take_signal(self, number: signal.Signals) -> None:
@@ -99,6 +100,10 @@ class Launch:
         elif number == signal.SIGINT or time.monotonic() - self._asked_at >= _SAME:
             self.is_forced = True
             self.end(at_once=True)
+
+    def _resize(self) -> None:
+        if self.has_begun and (size := terminal_size(self.job)):
+            self._tell_all("resize", size=size)
 
     def _take_request(self) -> None:
         if self.has_begun:
@@ -219,7 +224,8 @@ class Launch:
 
     def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
         messages = starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
-        return (message | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
+        own = {"size": terminal_size(self.job), "shown": self.job.shown and sorted(self.job.shown)}
+        return (message | own | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """End the ranks of these nodes, so that others can be started there; return the problems by node."""

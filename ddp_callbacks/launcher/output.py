@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.requests import STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
@@ -181,6 +182,15 @@ class _Lines:
             marked += piece
             self._at_start = piece.endswith((b"\r", b"\n"))
         return bytes(marked)
+
+
+def terminal_size(job: Job) -> tuple[int, int] | None:
+    """Return the lines and columns that the terminal has for a rank's output; ``None`` without a terminal."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    size = os.get_terminal_size(sys.stdout.fileno())
+    prefix = 0 if job.no_prefix else max(len(f"[{node.name}:0] ") for node in job.nodes)
+    return size.lines, max(size.columns - prefix, 20)
 
 
 async def next_input() -> bytes:

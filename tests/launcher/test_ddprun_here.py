@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -11,12 +10,11 @@ import shlex
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import termios
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -367,21 +365,41 @@ def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
     assert done.stdout.split() == [*map(str, range(300000)), "end"]
 
 
-def test_the_ranks_know_of_the_terminal_behind_their_pipe(tmp_path: Path) -> None:
-    """Progress bars know the terminal behind `ddprun`."""
-    # By what rich reads, without which Lightning's RichProgressBar shows nothing until the end.
-    script = write(tmp_path, "import os\nprint(*(os.environ.get(name) for name in ('TTY_COMPATIBLE', 'COLUMNS')))")
-    environ = environment(tmp_path, TERM="xterm")
-    environ.pop("COLUMNS", None)
+BAR = """
+import os, sys, tqdm
+for _ in tqdm.tqdm(range(3), "a long description of what this bar shows", mininterval=0, dynamic_ncols=True):
+    pass
+print("has a terminal:", os.isatty(1), file=sys.stderr)
+if os.environ["RANK"] == "0":
+    open("up", "w").close()
+    while os.get_terminal_size(1).columns != 45 - len("[localhost:0] "):
+        pass
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_path: Path, columns: int) -> None:
+    """A progress bar is as wide as the terminal, and stays on its line."""
     outside, inside = os.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    for given, expected in (({}, "1"), ({"TTY_COMPATIBLE": "0"}, "0")):
-        streams = {"stdout": inside, "stderr": subprocess.PIPE}
-        subprocess.run([*DDPRUN, script], cwd=tmp_path, env=environ | given, timeout=LIMIT, check=True, **streams)
-        text = os.read(outside, 4096).decode()
-        assert text.splitlines()[0] == f"[localhost:0] {expected} {100 - len('[localhost:0] ')}"
-    for descriptor in (outside, inside):
-        os.close(descriptor)
+    termios.tcsetwinsize(inside, (30, columns))
+    command = [*ON_ITS_TERMINAL, *DDPRUN[3:], "-H", "localhost:2", write(tmp_path, BAR)]
+    environ = environment(tmp_path, TERM="xterm")
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+    said = b""
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, **streams) as process:
+        os.close(inside)
+        wait_until((tmp_path / "up").exists)
+        termios.tcsetwinsize(outside, (30, 45))
+        with suppress(OSError):  # the end of a terminal
+            while data := os.read(outside, 1 << 16):
+                said += data
+    os.close(outside)
+    assert process.returncode == 0, said
+    drawn = [text for text in re.split(r"[\r\n]+", said.decode()) if "long description" in text]
+    assert max(map(len, drawn)) == columns - 1, drawn
+    (log,) = tmp_path.glob("ddprun-logs/*/rank-1.log")
+    assert b"has a terminal: True" in said and "has a terminal: False" in log.read_text()
 
 
 @pytest.mark.cold

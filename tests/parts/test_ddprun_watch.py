@@ -102,7 +102,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], [exited(0)]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
     "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
-    "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
+    "one was preempted": (0, [*BOTH, ended(1, 75)], ["ask"]),
     "the first is preempted, and all may start again": (1, [*BOTH, ended(1, 75)], ["ask"]),
     "one has failed, and all start again": (
         1,
@@ -210,7 +210,7 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     ),
     "a rank, and the others are preempted": (
         [*ALL, killed(1), done(0, 75), done(2, 75)],
-        [members(1, 0, 2), "replace 1", "stop: ", "end"],
+        [members(1, 0, 2), "replace 1", "ask", "end"],
         75,
         [f"{ONE} 2 processes", "preempted, checkpoint written"],
     ),

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import termios
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Start(NamedTuple):
     words: list[str]
     environ: dict[str, str]
     cores: set[int]
+    size: tuple[int, int] | None  # lines and columns of the terminal to which it writes
 
 
 class Rank(NamedTuple):
@@ -74,7 +76,8 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
     Returns:
         The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
     """
-    record, stacks, output, errors = (os.pipe() for _ in range(4))
+    record, stacks = os.pipe(), os.pipe()
+    output, errors = _stream(how.size), _stream(how.size)
     own = {"TORCHELASTIC_ERROR_FILE": record[1], "DDP_CALLBACKS_STACKS": stacks[1], "DDP_CALLBACKS_NEWS": news}
     files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
     process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
@@ -84,6 +87,21 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
     for descriptor in streams:
         os.set_blocking(descriptor, False)
     return Rank(how.rank, process, (record[1], stacks[1])), streams
+
+
+def _stream(size: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the ends from which to read, and to which to write, of a terminal that changes nothing, or a pipe."""
+    if size is None:
+        return os.pipe()
+    try:
+        read, write = os.openpty()
+    except OSError:  # a container without /dev/pts
+        return os.pipe()
+    attributes = termios.tcgetattr(write)
+    attributes[1] &= ~termios.OPOST  # no carriage return before a newline
+    termios.tcsetattr(write, termios.TCSANOW, attributes)
+    termios.tcsetwinsize(write, size)
+    return read, write
 
 
 def _prepare(parent: int, ignored: Sequence[int], cores: set[int] | None) -> None:

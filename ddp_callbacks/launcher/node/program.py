@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import termios
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals by which
 _LOOK = 0.25  # seconds between two checks whether the launcher is silent
 _KILLED = "ddprun kills this process, which was stopped for too long\n"
 _NAMES = {number.value: number.name for number in signal.Signals}  # without most real-time signals
+_READS = 16  # of what a rank has written; a terminal gives a page at a time, and the rank's orphans may still write
 _TICK = 0.02  # seconds between two checks of the processes while the job ends or is asked to stop
 
 
@@ -105,12 +107,15 @@ class Node:
         bind: str,
         patience: float | None,
         stdin: int | None,
+        size: tuple[int, int] | None,
+        shown: list[int] | None,
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
         ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
         before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits
-        the descriptor ``stdin``; with ``None``, it reads what :meth:`do_input` brings.
+        the descriptor ``stdin``; with ``None``, it reads what :meth:`do_input` brings. The ranks ``shown`` (``None``:
+        all) write to a terminal of this ``size``, in lines and columns, if there is one.
         """
         self._stopped.patience = patience
         found = {**defaults, **os.environ, **environ}
@@ -119,7 +124,7 @@ class Node:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._starts[rank] = Start(rank, argv, own, cores)
+                self._starts[rank] = Start(rank, argv, own, cores, None if shown and rank not in shown else size)
                 self._start_rank(rank, DEVNULL if rank else self._open_input(stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
@@ -146,6 +151,11 @@ class Node:
         else:
             self._unread = None
             self._close_input()
+
+    def do_resize(self, size: tuple[int, int]) -> None:
+        """Change the size of the terminals, in lines and columns."""
+        for descriptor in filter(os.isatty, self._streams):
+            termios.tcsetwinsize(descriptor, size)
 
     def do_news(self, **news: Any) -> None:
         """Let the ranks know something."""
@@ -225,7 +235,9 @@ class Node:
         for descriptor in rank.pipes:
             os.close(descriptor)
         for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
-            self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
+            for _ in range(_READS):
+                if not self._pass_on(descriptor):
+                    break
         name = _NAMES.get(-code, f"signal {-code}") if code < 0 else None
         code = code if code >= 0 else 128 - code
         self._link.tell("ended", rank=rank.number, code=code, signal=name, now=time.monotonic())
@@ -332,6 +344,8 @@ class Node:
             data = os.read(descriptor, MOST)
         except BlockingIOError:
             return False
+        except OSError:  # the end of a terminal
+            data = b""
         if data:
             self._link.tell("wrote", rank=rank, stream=stream, data=os.fsdecode(data))
         else:
