@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
 _LONGEST = 4000  # maximum length of a reason
+_QUOTED = 20  # lines of a failed rank to show
+_TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
 _BROKEN = re.compile(r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError")
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
@@ -170,6 +172,13 @@ class End:
         if self.reason is None and self.printed is not None:
             return min(self.order, self.printed.began)
         return self.order
+
+
+def last_words(lines: Sequence[str]) -> Sequence[str]:
+    """Return a rank's last lines: its last traceback, if that is there from its beginning."""
+    last = lines[-_TRACEBACK:]
+    begins = [number for number, line in enumerate(last) if "Traceback (most recent call last):" in line]
+    return last[begins[-1] :] if begins else lines[-_QUOTED:]
 
 
 class Cause(NamedTuple):

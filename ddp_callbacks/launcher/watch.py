@@ -13,7 +13,7 @@ from signal import SIGTERM, Signals
 from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready
+from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.members import Members
@@ -21,7 +21,6 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.requests import HOSTS, JOINED, read_request, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
-_QUOTED = 20  # lines of the failed rank to show
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 
 
@@ -390,7 +389,7 @@ class Watch:
             return 1
         rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
         if rank is not None and not self._output.shows(rank.rank or 0):
-            self._output.quote(rank.node, rank.rank or 0, rank.lines[-_QUOTED:])
+            self._output.quote(rank.node, rank.rank or 0, last_words(rank.lines))
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._output.note(cause.text)

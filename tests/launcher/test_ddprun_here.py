@@ -380,7 +380,7 @@ if os.environ["RANK"] == "0":
 @pytest.mark.cold
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_path: Path, columns: int) -> None:
-    """A progress bar is as wide as the terminal, and stays on its line."""
+    """A bar stays on its line."""
     outside, inside = os.openpty()
     termios.tcsetwinsize(inside, (30, columns))
     command = [*ON_ITS_TERMINAL, *DDPRUN[3:], "-H", "localhost:2", write(tmp_path, BAR)]

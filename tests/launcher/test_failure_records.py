@@ -19,14 +19,16 @@ Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
 QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
 
 
-def record_of(folder: Path, program: str) -> str:
-    """What a rank leaves that runs ``program``."""
-    path = folder / "record.json"
-    path.touch()
-    environ = environment() | {"TORCHELASTIC_ERROR_FILE": str(path), "PYTHONPATH": str(HOOK)}
+def left_by(folder: Path, program: str) -> tuple[str, str, str]:
+    """What a rank leaves that runs ``program``: its record, what it prints, and what goes to its log alone."""
+    path, stacks = folder / "record.json", folder / "stacks"
+    for each in (path, stacks):
+        each.touch()
+    names = {"TORCHELASTIC_ERROR_FILE": str(path), "DDP_CALLBACKS_STACKS": str(stacks)}
+    environ = environment() | names | {"PYTHONPATH": str(HOOK)}
     with start(["python", "-c", program], folder, env=environ) as process:
-        process.communicate(timeout=DEADLINE)
-    return path.read_text()
+        errors, _ = process.communicate(timeout=DEADLINE)
+    return path.read_text(), errors, stacks.read_text()
 
 
 CHAIN = """
@@ -79,7 +81,7 @@ FORKED = "import os\nif not os.fork(): raise ValueError('of a child')\nos.wait()
         pytest.param(MISMATCH, f"ddp_callbacks.errors.MismatchError: {DISAGREE}", id="mismatch"),
         pytest.param(PEER, f"ddp_callbacks.errors.PeerError: {QUOTED}", id="peer"),
         pytest.param(OWN_HOOK, "ValueError: x", id="a hook of the program's own"),
-        pytest.param("raise ValueError('x' * 30_000_000)", f"ValueError: {'x' * 1988}", id="30 megabytes"),
+        pytest.param("raise ValueError('x' * 30_000_000)", f"ValueError: {'x' * 988}...", id="30 megabytes"),
         pytest.param(CAUGHT, None, id="caught and printed"),
         pytest.param(FORKED, None, id="of a forked child"),
     ],
@@ -88,8 +90,26 @@ def test_an_exception_that_ends_a_rank_is_told_in_few_words_and_one_of_ours_whol
     tmp_path: Path, program: str, reason: str | None
 ) -> None:
     """The last lines tell an exception briefly."""
-    record = read_record(record_of(tmp_path, program), 0.0)
+    record = read_record(left_by(tmp_path, program)[0], 0.0)
     assert (record and record.reason, record and record.blames) == (reason, (1,) if program is PEER else None)
+
+
+DEEP = "\n".join(f"def f{n}(): f{n + 1}()" for n in range(60)) + "\ndef f60(): raise ValueError('deep')\nf0()"
+
+
+def test_a_long_traceback_is_shown_from_a_whole_frame_and_kept_whole(tmp_path: Path) -> None:
+    """A long traceback is shortened, but not in the log."""
+    _, shown, kept = left_by(tmp_path, DEEP)
+    head, left_out, *frames, reason = shown.splitlines()
+    assert (head, left_out) == ("Traceback (most recent call last):", "  ... 23 more lines are in the log")
+    assert len(frames) == 39 and all(line.startswith('  File "<string>", line ') for line in frames)
+    assert reason == "ValueError: deep" and kept.count("File") == 62 and kept.endswith(f"{reason}\n")
+
+
+def test_a_rank_that_stops_because_of_another_one_shows_one_line(tmp_path: Path) -> None:
+    _, shown, kept = left_by(tmp_path, PEER)
+    assert shown == f"ddp_callbacks.errors.PeerError: {QUOTED}\n"
+    assert "direct cause" in kept and kept.endswith("ValueError: x\n\n")
 
 
 @pytest.mark.cold

@@ -1,15 +1,16 @@
 """Runs when the interpreter of a rank starts, so that an exception that ends the rank is recorded for the launcher.
 
 The record goes to the file that TORCHELASTIC_ERROR_FILE names, in a line of its own: torch's ``@record`` writes there,
-too. When the launcher asks by a signal, the stacks of all threads go to it, too. With ``--auto`` this watches the
-imports, see :mod:`ddp_callbacks.auto`. The folder of this file comes first in PYTHONPATH; this removes it at once, and
-runs the user's own ``sitecustomize``.
+too. When the launcher asks by a signal, the stacks of all threads go to it, too. So does the whole of a long traceback:
+the terminal gets its end. With ``--auto`` this watches the imports, see :mod:`ddp_callbacks.auto`. The folder of this
+file comes first in PYTHONPATH; this removes it at once, and runs the user's own ``sitecustomize``.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from types import TracebackType
 
 _FOLDER = os.path.dirname(__file__)
 _LONGEST = 2000  # characters of a message; a pipe holds 64 KiB
+_LINES = 40  # of a traceback on the terminal
 
 
 def _leave_no_trace() -> None:
@@ -38,7 +40,7 @@ def _leave_no_trace() -> None:
             raise
 
 
-def _write_failures(path: str) -> None:
+def _write_failures(path: str, log: int) -> None:
     rank = os.getpid()  # a child that was forked is another process
     written: list[BaseException] = []
 
@@ -52,10 +54,35 @@ def _write_failures(path: str) -> None:
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         write(exception)
-        previous(kind, exception, trace)
+        given, sys.stderr = sys.stderr, io.StringIO()
+        try:
+            previous(kind, exception, trace)
+        finally:
+            text, sys.stderr = sys.stderr.getvalue(), given
+        if given is not None:
+            given.write(_shorten(text, exception, log))
 
     previous, sys.excepthook = sys.excepthook, report
     atexit.register(lambda: write(getattr(sys, "last_value", None)))  # if the program has replaced the hook
+
+
+def _shorten(text: str, exception: BaseException, log: int) -> str:
+    """Return the end of a traceback, from a whole frame; only the message if it tells of another rank's failure.
+
+    All of it goes to ``log``, a descriptor.
+    """
+    is_of_another = type(exception).__name__ == "PeerError"
+    lines = text.splitlines(keepends=True)
+    if len(lines) <= _LINES and not is_of_another:
+        return text
+    with suppress(OSError):
+        os.write(log, text.encode(errors="replace"))
+    if is_of_another:
+        message = str(exception).partition("\nThis is rank ")[0]
+        return f"{type(exception).__module__}.{type(exception).__name__}: {message}\n"
+    cut = len(lines) - _LINES
+    start = next((cut + number for number, line in enumerate(lines[cut:]) if line.startswith('  File "')), cut)
+    return "".join([lines[0], f"  ... {start - 1} more lines are in the log\n", *lines[start:]])
 
 
 def _record(exception: BaseException, began: float) -> str:
@@ -69,9 +96,14 @@ def _record(exception: BaseException, began: float) -> str:
     told = [*chain[:-1][:1], *chain[-1:]] if peer is None else [peer]
     ends = [traceback.format_exception_only(each) for each in told]
     # The text of a SyntaxError begins with the code.
-    lines = [next(text for text in end if text[0] != " ").rstrip("\n")[:_LONGEST] for end in ends]
+    lines = [_cut(next(text for text in end if text[0] != " ").rstrip("\n")) for end in ends]
     record = {"exceptions": lines, "time": began, "blames": getattr(peer, "ranks", None)}
     return "\n" + json.dumps(record, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    """Return a message without its middle if it is long: it may hold another traceback, which ends with the reason."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...\n...{text[-_LONGEST // 2 :]}"
 
 
 def _before(exception: BaseException) -> BaseException | None:
@@ -80,10 +112,11 @@ def _before(exception: BaseException) -> BaseException | None:
     return exception.__context__
 
 
-def _write_stacks(path: str) -> None:
+def _write_stacks(path: str) -> int:
     """On SIGQUIT, write the stacks of all threads to ``path``, even while this process hangs in a library's call."""
-    with suppress(OSError):  # the node's program is gone, or this process belongs to another user
-        faulthandler.register(signal.SIGQUIT, os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    log = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    faulthandler.register(signal.SIGQUIT, log)
+    return log
 
 
 def _train_on_all() -> None:
@@ -95,8 +128,6 @@ def _train_on_all() -> None:
 
 if os.environ.get("DDP_CALLBACKS_AUTO") == "1":
     _train_on_all()
-if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-    _write_failures(path)
-if path := os.environ.pop("DDP_CALLBACKS_STACKS", ""):
-    _write_stacks(path)
+with suppress(OSError, KeyError):  # the node's program is gone, or this process belongs to another user
+    _write_failures(os.environ["TORCHELASTIC_ERROR_FILE"], _write_stacks(os.environ.pop("DDP_CALLBACKS_STACKS")))
 _leave_no_trace()
