@@ -1,12 +1,12 @@
-"""Train an unedited script on all processes: ``ddprun --auto train.py``.
+"""Train an unedited script on all processes, ``ddprun --auto train.py``; or say that each process trains all of it.
 
 Under another launcher: ``torchrun --nproc-per-node 4 -m ddp_callbacks.auto train.py`` (or ``-m package.train``), ``srun
 python -m ddp_callbacks.auto train.py``. An environment variable alone would not suffice there: Python would read it at
 its start only if this library put a file beside all installed packages.
 
-Each rank starts with :data:`AUTO` set and ``launcher/hook`` in its PYTHONPATH, which calls :func:`watch_imports`. When
-the script imports Lightning or Torchbearer, and only then, a Trainer with the default strategy gets
-``"ddp_callbacks"``, and a Trial without a callback of this library gets its ``DDPCallback``.
+Each rank starts with ``launcher/hook`` in its PYTHONPATH, which calls :func:`watch_imports`. When the script imports
+Lightning or Torchbearer, and only then, a Trainer with the default strategy gets ``"ddp_callbacks"``, and a Trial
+without a callback of this library gets its ``DDPCallback``, if :data:`AUTO` is set. Without it, rank 0 warns of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"
 """Environment variable: "1" makes a script's Trainers and Trials with default settings train on all processes."""
+
+
+INDEPENDENT = "DDP_CALLBACKS_INDEPENDENT"
+"""Environment variable: "1" says that the processes of a job train apart on purpose."""
 
 
 def is_auto() -> bool:
@@ -69,13 +73,81 @@ def _say_if_unused() -> None:
 
 
 def watch_imports() -> None:
-    """From now on, after the first import of Lightning or Torchbearer, make it train on all processes."""
-    atexit.register(_say_if_unused)
-    sys.meta_path.insert(0, _Then({
-        "lightning.pytorch": lambda: _import_ours("lightning"),
-        "pytorch_lightning": lambda: _import_ours("pytorch_lightning"),
-        "torchbearer": _give_trials_the_callback,
-    }))  # fmt: skip
+    """From now on, after the first import of Lightning or Torchbearer, make it train on all processes, or warn."""
+    if os.environ.get(AUTO) == "1":
+        atexit.register(_say_if_unused)
+        functions: dict[str, Callable[[], None]] = {
+            "lightning.pytorch": lambda: _import_ours("lightning"),
+            "pytorch_lightning": lambda: _import_ours("pytorch_lightning"),
+            "torchbearer": _give_trials_the_callback,
+        }
+    else:
+        alone = _Alone(WorkerEnv.from_environ().world_size)
+        atexit.register(alone.say_at_the_end)
+        functions = {
+            "torch.distributed.distributed_c10d": alone.watch_groups,
+            "lightning.pytorch": lambda: alone.watch("lightning.pytorch", "Trainer", lambda made: made.world_size > 1),
+            "pytorch_lightning": lambda: alone.watch("pytorch_lightning", "Trainer", lambda made: made.world_size > 1),
+            "torchbearer": lambda: alone.watch("torchbearer", "Trial", lambda made: _has_ours(_callbacks_of(made))),
+        }
+    sys.meta_path.insert(0, _Then(functions))
+
+
+class _Alone:
+    """Says on rank 0, once, that a script on several processes joins no process group: forgetting our line is silent.
+
+    Args:
+        processes: Their number.
+    """
+
+    _REMEDIES: ClassVar = {
+        "Trainer": 'Give it strategy="ddp_callbacks" (ddp_callbacks.lightning)',
+        "Trial": "Give it a DDPCallback() (ddp_callbacks.torchbearer)",
+        "script": 'A Trainer needs strategy="ddp_callbacks", a Trial a DDPCallback(), a loop a GradientSynchronizer',
+    }
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._is_over = False  # whether a group was joined, or the user was told
+
+    def watch_groups(self) -> None:
+        """Note when the script joins any process group of torch's."""
+        torch_groups: Any = import_module("torch.distributed.distributed_c10d")
+        join = torch_groups.init_process_group
+
+        @functools.wraps(join)
+        def noted(*args: Any, **options: Any) -> Any:
+            self._is_over = True
+            return join(*args, **options)
+
+        torch_groups.init_process_group = noted
+
+    def watch(self, module: str, kind: str, is_distributed: Callable[[Any], bool]) -> None:
+        """Say when the script makes a Trainer or Trial that is not distributed."""
+        watched = getattr(import_module(module), kind)
+        make = watched.__init__
+
+        @functools.wraps(make)
+        def init(made: Any, *args: Any, **options: Any) -> None:
+            make(made, *args, **options)
+            if not is_distributed(made):
+                self._say(kind, "trains")
+
+        watched.__init__ = init
+
+    def say_at_the_end(self) -> None:
+        if "torch" in sys.modules and not hasattr(sys, "last_value"):  # no exception has ended it
+            self._say("script", "has run")
+
+    def _say(self, what: str, does: str) -> None:
+        if not self._is_over and multiprocessing.parent_process() is None:
+            self._is_over = True
+            say(
+                f"this {what} {does} on each of the {self._processes} processes by itself: they have joined no process "
+                f"group. {self._REMEDIES[what]}, or start the script with ddprun --auto. If it is meant: ddprun "
+                "--independent.",
+                logging.WARNING,
+            )
 
 
 class _Then(MetaPathFinder):
@@ -122,16 +194,26 @@ def _give_trials_the_callback() -> None:
 
 
 def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
-    from torchbearer.callbacks import CallbackList
-
     from ddp_callbacks.torchbearer import DDPCallback
-    from ddp_callbacks.torchbearer.base import DistributedCallback
 
-    given = CallbackList([*callbacks]).callback_list  # flattens nested lists
-    if not is_auto() or any(isinstance(callback, DistributedCallback) for callback in given):
+    if not is_auto() or _has_ours(callbacks):
         return [*callbacks]
     announce("Trial", "DDPCallback()")
     return [DDPCallback(), *callbacks]
+
+
+def _has_ours(callbacks: Sequence[Any]) -> bool:
+    from torchbearer.callbacks import CallbackList
+
+    from ddp_callbacks.torchbearer.base import DistributedCallback
+
+    given = CallbackList([*callbacks]).callback_list  # flattens nested lists
+    return any(isinstance(callback, DistributedCallback) for callback in given)
+
+
+def _callbacks_of(trial: Any) -> Sequence[Any]:
+    found: Sequence[Any] = trial.state[import_module("torchbearer").CALLBACK_LIST].callback_list
+    return found
 
 
 def main() -> None:

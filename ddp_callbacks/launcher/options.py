@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
-from ddp_callbacks.auto import AUTO
+from ddp_callbacks.auto import AUTO, INDEPENDENT
 from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
@@ -110,7 +110,8 @@ def parse_options(
     _refuse_contradictions(job, environ)
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
-    switches = [f"{name}=1" for name, is_on in ((AUTO, job.auto), (KEEP_GOING, job.keep_going)) if is_on]
+    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
+    switches = [f"{name}=1" for name, is_on in choices.items() if is_on]
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}

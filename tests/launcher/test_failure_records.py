@@ -98,7 +98,7 @@ DEEP = "\n".join(f"def f{n}(): f{n + 1}()" for n in range(60)) + "\ndef f60(): r
 
 
 def test_a_long_traceback_is_shown_from_a_whole_frame_and_kept_whole(tmp_path: Path) -> None:
-    """A long traceback is shortened, but not in the log."""
+    """A long traceback is shortened, not in the log."""
     _, shown, kept = left_by(tmp_path, DEEP)
     head, left_out, *frames, reason = shown.splitlines()
     assert (head, left_out) == ("Traceback (most recent call last):", "  ... 23 more lines are in the log")

@@ -205,6 +205,43 @@ def test_auto_says_that_it_has_changed_nothing(tmp_path: Path) -> None:
     assert output.count("--auto has changed nothing: this script has made no Trainer with the default strategy") == 1
 
 
+FORGOTTEN = {
+    "Trainer": """
+import lightning.pytorch as pl
+pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+""",
+    "Trial": "import torch, torchbearer; torchbearer.Trial(torch.nn.Linear(1, 1))",
+    "script": "import torch",
+}
+JOINED = """
+import torch, torch.distributed as dist, torchbearer
+dist.init_process_group("gloo")
+torchbearer.Trial(torch.nn.Linear(1, 1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("kind", FORGOTTEN)
+def test_a_script_that_trains_apart_on_each_process_is_told(kind: str, tmp_path: Path) -> None:
+    """Forgetting the line is told, unless meant."""
+    path = tmp_path / "script.py"
+    path.write_text(FORGOTTEN[kind])
+    command = ["ddprun", "--nproc-per-node", 2]
+    output = run([*command, path], tmp_path, cold=True)
+    warning = f"ddp_callbacks: this {kind} "
+    assert output.count("they have joined no process group") == output.count(warning) == 1, output
+    assert "by itself" not in run([*command, "--independent", path], tmp_path, cold=True)
+
+
+@pytest.mark.cold
+def test_a_script_that_joins_a_group_by_itself_is_not_told(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(JOINED)
+    assert "by itself" not in run(["ddprun", "--nproc-per-node", 2, path], tmp_path, cold=True)
+
+
 OTHER_PACKAGE = """
 import sys
 import pytorch_lightning

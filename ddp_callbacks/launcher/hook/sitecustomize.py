@@ -2,8 +2,8 @@
 
 The record goes to the file that TORCHELASTIC_ERROR_FILE names, in a line of its own: torch's ``@record`` writes there,
 too. When the launcher asks by a signal, the stacks of all threads go to it, too. So does the whole of a long traceback:
-the terminal gets its end. With ``--auto`` this watches the imports, see :mod:`ddp_callbacks.auto`. The folder of this
-file comes first in PYTHONPATH; this removes it at once, and runs the user's own ``sitecustomize``.
+the terminal gets its end. If there are several processes, this watches the imports, see :mod:`ddp_callbacks.auto`. The
+folder of this file comes first in PYTHONPATH; this removes it at once, and runs the user's own ``sitecustomize``.
 """
 
 from __future__ import annotations
@@ -119,15 +119,16 @@ def _write_stacks(path: str) -> int:
     return log
 
 
-def _train_on_all() -> None:
-    """Watch the imports, for ``--auto``. If the package is not installed here, take the launcher's."""
+def _watch_imports() -> None:
+    """Let the script train on all processes, or be told. If the package is not installed here, take the launcher's."""
     sys.path.append(root := os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
     import_module("ddp_callbacks.auto").watch_imports()
     sys.path.remove(root)
 
 
-if os.environ.get("DDP_CALLBACKS_AUTO") == "1":
-    _train_on_all()
+is_told = os.environ.get("RANK") == "0" and os.environ.get("DDP_CALLBACKS_INDEPENDENT") != "1"
+if os.environ.get("DDP_CALLBACKS_AUTO") == "1" or (is_told and os.environ.get("WORLD_SIZE") != "1"):
+    _watch_imports()
 with suppress(OSError, KeyError):  # the node's program is gone, or this process belongs to another user
     _write_failures(os.environ["TORCHELASTIC_ERROR_FILE"], _write_stacks(os.environ.pop("DDP_CALLBACKS_STACKS")))
 _leave_no_trace()
