@@ -148,7 +148,10 @@ class Reducer:
             bucket.write_back(used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
             if used[slot]:
-                self._sum_sparse(self.parameters[slot], keeps=not correction)
+                parameter = self.parameters[slot]
+                summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+                if correction or parameter.grad is None:
+                    parameter.grad = summed
         self._forecast.note([bucket.index for bucket in filled])
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
@@ -222,11 +225,6 @@ class Reducer:
         bucket.fill(self._scale, self.used)
         self._sums.launch(bucket)
         bucket.wait()
-
-    def _sum_sparse(self, parameter: torch.nn.Parameter, keeps: bool) -> None:
-        summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
-        if not (keeps and parameter.grad is not None):
-            parameter.grad = summed
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:
