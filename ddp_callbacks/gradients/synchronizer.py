@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.bucket_sums import BucketSums, Options
+from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
 from ddp_callbacks.gradients.reducer import Reducer
@@ -88,10 +87,7 @@ class GradientSynchronizer:
         process_group: dist.ProcessGroup | None = None,
         room: int = 0,
     ) -> None:
-        check_bucket_cap_mb(bucket_cap_mb)
-        check_compress(compress, comm_hook)
-        if comm_hook is not None:
-            check_comm_hook(comm_hook)
+        self._options = Options(bucket_cap_mb, comm_hook, comm_state, compress)
         self.room = room
         self.times = StepTimes()
         self._module = module
@@ -103,20 +99,17 @@ class GradientSynchronizer:
         if self._world_size == 1:
             return
         begin_run(process_group)
-        self._options = bucket_cap_mb, comm_hook, comm_state, compress, process_group
+        self._group = resolve_group(process_group)
         self._start()
 
     def _start(self, before: Reducer | None = None) -> None:
         """Synchronize the parameters that the module has now, in place of the reducer ``before``. A collective."""
-        bucket_cap_mb, comm_hook, comm_state, compress, group = self._options
         known = Parameters(self._module)
         if before is None:
             refuse_foreign_hooks(known.named)
         self._require_same_way()
         devices = [parameter.device for parameter in known.named.values()]
-        sums = BucketSums(resolve_group(group), devices, comm_hook, comm_state, compress)
-        self._group = sums.group
-        reducer = Reducer(known, sums, bucket_cap_mb, self.room, self.times)
+        reducer = Reducer(known, BucketSums(self._group, devices, self._options), self.room, self.times)
         if before is not None:
             reducer.continue_from(before)
             self.close()
@@ -140,18 +133,18 @@ class GradientSynchronizer:
 
     def _require_same_way(self) -> None:
         """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
-        bucket_cap_mb, comm_hook, _, compress, group = self._options
-        hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
+        options, hook = self._options, self._options.hook
+        name = None if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
         settings = {
             **parameter_settings(self._module),
             **layout_settings(self._module),
-            "bucket_cap_mb": bucket_cap_mb,
-            "comm_hook": str(hook),
-            "compress": str(compress),
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "comm_hook": str(name),
+            "compress": str(options.compress),
             "room": self.room,
         }
         remedy = "Give every process the same model and the same arguments."
-        require_agreement(settings, "how gradients are synchronized", remedy, group)
+        require_agreement(settings, "how gradients are synchronized", remedy, self._group)
 
     @property
     def rounds(self) -> int:
