@@ -206,7 +206,10 @@ def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Computes ``weight · (input - mean) / sqrt(var + eps) + bias``; mean and variance depend on all ranks' inputs."""
+    """Computes ``weight · (input - mean) / sqrt(var + eps) + bias``; mean and variance depend on all ranks' inputs.
+
+    The arithmetic is that of torch's kernels for evaluation, which take the mean and the variance.
+    """
 
     @staticmethod
     def forward(
@@ -221,7 +224,8 @@ class _Normalize(torch.autograd.Function):
         mean, var = batch.mean.to(x.dtype), batch.var.to(x.dtype)
         ctx.batch, ctx.eps = batch, eps
         ctx.save_for_backward(input, weight, mean, var)
-        return _normalize(x, weight, bias, mean, var, eps).to(input.dtype)
+        scale, shift = (None if each is None else each.to(x.dtype) for each in (weight, bias))
+        return torch.batch_norm(x, scale, shift, mean, var, False, 0.0, eps, False).to(input.dtype)
 
     @staticmethod
     @once_differentiable
@@ -244,23 +248,9 @@ class _Normalize(torch.autograd.Function):
                 slope = (var + ctx.eps).rsqrt_().mul_(-1 / batch.size)
                 slope = slope if weight is None else slope.mul_(weight)
                 of_dy, of_dy_xhat = total.to(x) * slope
-                dx += _normalize(x, of_dy_xhat, of_dy, mean, var, ctx.eps)
+                dx += torch.batch_norm(x, of_dy_xhat, of_dy, mean, var, False, 0.0, ctx.eps, False)
         gradients = dx if needs_input else None, sum_dy_xhat if needs_weight else None, sum_dy if needs_bias else None
         return *gradients, None, None
-
-
-def _normalize(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Normalize with torch's kernel for evaluation, in the dtype of ``x``."""
-    weight = None if weight is None else weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def _compare(
             copies = attempt(lambda: _copies(computation, stack, is_strict))
             loss = attempt(lambda: computation.loss_of(copies, batch))
             fraction = fraction_of()
-            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, _trainable(copies[0])))
+            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, copies[0]))
 
     def of_whole() -> list[torch.Tensor]:
         with shared.drawing():
@@ -270,28 +270,24 @@ def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
     return own / total if total else 0.0
 
 
-def _weighed_gradients(loss: torch.Tensor, fraction: float, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of this rank's part, times its fraction. With weight 0 they may be NaN: return zeros."""
-    # Weigh before backward: layers may exchange gradients in it, and those of the other ranks' losses count.
-    weighed = loss * fraction
-    is_mixed = not fraction and bool(silence(weighed))
-    gradients = _gradients(weighed, parameters)
-    return gradients if fraction or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]
+def _weighed_gradients(loss: torch.Tensor, fraction: float, module: nn.Module) -> list[torch.Tensor]:
+    """Return the dense gradients of this rank's part, times its fraction; zeros if it has none.
+
+    With weight 0 they may be NaN. They count if layers exchange gradients in backward: those of other ranks' losses.
+    """
+    weighed = loss * fraction  # before backward, for these layers
+    counts = fraction or bool(silence(weighed))
+    inputs = list(_trainable(module).values())
+    found = torch.autograd.grad(weighed, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
+    return [
+        (gradient.to_dense() if counts and gradient is not None else torch.zeros_like(parameter)).contiguous()
+        for gradient, parameter in zip(found, inputs, strict=True)
+    ]
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Yield the sums of the gradients times ``factor`` over the ranks, one at a time to save memory. A collective."""
     return (all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients)
-
-
-def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """Return the dense gradients of a loss; zeros for parameters that it does not depend on."""
-    inputs = list(parameters.values())
-    found = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
-    return [
-        (torch.zeros_like(parameter) if gradient is None else gradient.to_dense()).contiguous()
-        for gradient, parameter in zip(found, inputs, strict=True)
-    ]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any
@@ -17,14 +17,12 @@ import torch.distributed as dist
 
 from ddp_callbacks.checkpoints import disk
 from ddp_callbacks.checkpoints.claim import Claim
-from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
+from ddp_callbacks.checkpoints.format import Saved, Shared, make_file, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
 from ddp_callbacks.comm.collectives import broadcast_object, gather_bytes
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.presence import OWN_THREADS
-
-Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _READ = "the reading of the checkpoint"
 _OWN = "the ranks' states for the checkpoint"
@@ -199,9 +197,7 @@ class CheckpointFile:
             wait([self._last])
             say(f"waited {time.monotonic() - start:.1f} s for the last write of {self.path} before the next one")
         self._wait()
-        memory = io.BytesIO()
-        torch.save(make_content(shared() if callable(shared) else shared, ranks, about), memory)
-        return memory
+        return make_file(shared, ranks, about)
 
     def _put(self, prepared: io.BytesIO) -> None:
         if self._thread is None:

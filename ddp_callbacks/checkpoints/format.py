@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -24,6 +24,9 @@ from ddp_callbacks.versions import __version__
 
 FORMAT = 1
 KEY = "ddp_callbacks"
+
+Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""The part of the content that is equal on all ranks, or what returns it on rank 0."""
 
 
 class Saved:
@@ -94,8 +97,8 @@ class LocalStates:
         return LocalStates([state[name] for state in self.of_ranks], self.rank, self.world_size)
 
 
-def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about: Mapping[str, str]) -> dict[str, Any]:
-    """Return the whole content of a file.
+def make_file(shared: Shared, ranks: Sequence[torch.Tensor], about: Mapping[str, str]) -> io.BytesIO:
+    """Return a whole file in memory.
 
     Args:
         ranks: Each rank's result of :func:`pack_own`.
@@ -108,7 +111,9 @@ def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about
         "ranks": list(ranks),
         "about": dict(about),
     }
-    return {**shared, KEY: header}
+    file = io.BytesIO()
+    torch.save({**(shared() if callable(shared) else shared), KEY: header}, file)
+    return file
 
 
 def pack_own(own: Mapping[str, Any]) -> torch.Tensor:

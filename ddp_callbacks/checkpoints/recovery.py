@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.disk import load_whole
-from ddp_callbacks.checkpoints.file import Shared
-from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
+from ddp_callbacks.checkpoints.format import Saved, Shared, make_file, pack_own
 from ddp_callbacks.checkpoints.resume import Content, Interval, ResumableRun, ResumeOptions
 from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank
@@ -150,9 +149,7 @@ class Recovery:
         """
         mine = pack_own(own), get_rank() == 0 and have_members_changed()  # others may hear of it a little later
         ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
-        file = io.BytesIO()
-        torch.save(make_content(shared() if callable(shared) else shared, ranks, about), file)
-        self._file, self._number = file, self._number + 1
+        self._file, self._number = make_file(shared, ranks, about), self._number + 1
         if any(changed):
             raise MembersChanged("the launcher has other members")
 

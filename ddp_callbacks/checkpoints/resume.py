@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.checkpoints.file import CheckpointFile, Shared
-from ddp_callbacks.checkpoints.format import LocalStates, Saved
+from ddp_callbacks.checkpoints.file import CheckpointFile
+from ddp_callbacks.checkpoints.format import LocalStates, Saved, Shared
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import ParameterAverager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 MISSING = "(none)"
-SHOWN = 5  # differences listed in a message
+_SHOWN = 5  # differences listed in a message
 
 
 def require_agreement(
@@ -38,10 +38,13 @@ def require_agreement(
     if not lines:
         return
     hosts = ", ".join(describe_rank(resolve_group(group), rank) for rank in range(len(gathered)))
-    more = f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    raise MismatchError(
-        f"the ranks disagree about {subject}:\n  " + "\n  ".join(lines[:SHOWN]) + more + f"\n{remedy}\nRanks: {hosts}."
-    )
+    raise MismatchError(f"the ranks disagree about {subject}:{listed(lines)}\n{remedy}\nRanks: {hosts}.")
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Return the first differences for a message, each in a line of its own, and the number of the others."""
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "".join(f"\n  {line}" for line in [*lines[:_SHOWN], *more])
 
 
 def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:

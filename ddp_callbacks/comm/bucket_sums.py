@@ -2,67 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.buckets import Bucket
+from ddp_callbacks.comm.buckets import Bucket, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.compression import DTYPES, Compress
-from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
+from ddp_callbacks.comm.compression import DTYPES, Compress, check_compress
+from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket, check_comm_hook
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.process_group.failures import Launched, enter, launching, wait
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are sent.
+
+    Attributes:
+        bucket_cap_mb: The size in MiB at which a bucket is launched.
+        hook, hook_state: The user's communication hook and its state, or ``None``.
+        compress: How to send less between nodes.
+
+    Raises:
+        ConfigurationError: The hook needs DDP itself, or a setting is out of range.
+    """
+
+    bucket_cap_mb: float
+    hook: CommHook | None
+    hook_state: Any
+    compress: Compress
+
+    def __post_init__(self) -> None:
+        check_bucket_cap_mb(self.bucket_cap_mb)
+        check_compress(self.compress, self.hook)
+        if self.hook is not None:
+            check_comm_hook(self.hook)
 
 
 class BucketSums:
     """Sums buckets by a communication hook, or by the fastest all-reduce; the constructor is a collective.
 
     Attributes:
-        group: The ranks' process group.
-        hook: The user's communication hook, or ``None``.
+        group, options: As passed.
         divisor: The number by which a hook divides the sum, as it averages; 1 without a hook.
         allocate: Allocates memory for buckets.
 
     Args:
         group: The ranks' process group.
         devices: The devices of the gradients.
-        hook, hook_state: The user's hook and its state, or ``None``.
-        compress: How to send less between nodes.
+        options: How to send them.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        devices: list[torch.device],
-        hook: CommHook | None,
-        hook_state: Any,
-        compress: Compress,
-    ) -> None:
-        self.hook, self._hook_state, self.group = hook, hook_state, group
-        self.divisor = 1 if hook is None else group.size()
-        if hook is None:
-            self._all_reduce = choose_all_reduce(group, devices, DTYPES[compress])
+    def __init__(self, group: dist.ProcessGroup, devices: list[torch.device], options: Options) -> None:
+        self.group, self.options = group, options
+        self.divisor = 1 if options.hook is None else group.size()
+        if options.hook is None:
+            self._all_reduce = choose_all_reduce(group, devices, DTYPES[options.compress])
             self.allocate = self._all_reduce.allocate
         else:
-            self.allocate = getattr(hook, "allocate", allocate)
+            self.allocate = getattr(options.hook, "allocate", allocate)
 
     def can_carry_metadata(self, bucket: Bucket) -> bool:
         """Whether metadata can be summed with this bucket's gradients."""
         first = bucket.pool.parameters[0]
         is_plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-        return is_plain and self.hook is None and self._all_reduce.exact
+        return is_plain and self.options.hook is None and self._all_reduce.exact
 
     def launch(self, bucket: Bucket, metadata: torch.Tensor | None = None, is_last: bool = False) -> None:
         """Start to sum a filled bucket, and ``metadata`` behind its gradients. Does not block."""
         assert bucket.memory is not None
         flat = bucket.memory.flat[: bucket.memory.numel]
-        if self.hook is not None:
+        if self.options.hook is not None:
             grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
             with launching(bucket.doing, self.group):
-                bucket.sum = FutureWork(self.hook(self._hook_state, grad_bucket), flat, self.group, bucket.doing)
+                future = self.options.hook(self.options.hook_state, grad_bucket)
+                bucket.sum = FutureWork(future, flat, self.group, bucket.doing)
             return
         if metadata is not None:
             flat = bucket.memory.flat

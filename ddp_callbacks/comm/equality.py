@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.agreement import SHOWN
+from ddp_callbacks.comm.agreement import listed
 from ddp_callbacks.comm.checksums import checksum_of_memory, memory_of
 from ddp_callbacks.comm.codec import Json
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast
@@ -113,8 +113,7 @@ def settle(
     ]
     if not lines:
         return
-    shown = [*lines[:SHOWN], *[f"... and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)]
-    text = "\n  ".join([f"the ranks hold different models {when}:", *shown])
+    text = f"the ranks hold different models {when}:{listed(lines)}"
     if not are_alike:
         processors = ", ".join(each.processor for each in replicas)
         warnings.warn(f"{text}\nThey compute on {processors}; all continue with rank 0's.", stacklevel=3)

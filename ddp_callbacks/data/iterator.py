@@ -1,67 +1,61 @@
-"""Base classes for every way to divide a loader: the source of batches, a pass over it, and the pass's iterator."""
+"""What all ways to divide a loader share: the source of batches, a pass over it, where it begins, and its iterator."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from ddp_callbacks._torch import end_workers, worker_queues
+from ddp_callbacks.data.global_state import State, set_global_state
 from ddp_callbacks.data.nested import name_of
-from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 
 
-class Pass:
-    """The progress of one pass over a loader.
+class Start(NamedTuple):
+    """Where a pass of a resumable loader begins.
 
     Attributes:
-        limit: The number of batches to take; ``None``: all.
-        start: Where the pass begins, if the loader is resumable.
-        resumed: The position of an earlier run; ``None``: the pass begins at the first batch.
-        used: The number of steps handed out, including those of an earlier run.
-        is_over: Whether no step is left.
-        first: The batch or indices of the first step, for :meth:`ShardedIterator.first_batch`; ``None``: not available.
+        number: The number of the pass, from 0.
+        before: The random states when ``iter`` was called.
+        position: The position of an earlier run; ``None``: the pass begins at the first batch.
+        last: Where the pass before, of an earlier run, ended, if it is to be compared.
+        draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
+        attributes: Those of the objects on which the order depends.
+        plain: A copy of them when ``iter`` was called.
     """
 
-    is_over = False
-    first: Any = None
+    number: int
+    before: State
+    position: Mapping[str, Any] | None
+    last: Mapping[str, Any] | None
+    draws_from_before: bool
+    attributes: OrderAttributes
+    plain: Attributes
 
-    def __init__(self, limit: int | None, start: Start | None) -> None:
-        self.limit, self.start = limit, start
-        self.resumed = start.position if start else None
-        self.used: int = self.resumed["batches"] if self.resumed else 0
+    def of_last(self) -> Start:
+        """Return this start at the position of the pass before."""
+        return self._replace(position=self.last)
 
-    def position(self, batches: int | None) -> dict[str, Any]:
-        """Return the position in the pass as tensors and plain data, for the state of a resumable loader.
+    def put_back(self, sources: Sequence[object]) -> None:
+        """Set the random states and the attributes as they were when ``iter`` was called."""
+        set_global_state(self.before, sources)
+        self.attributes.put(self.plain)
 
-        Args:
-            batches: The number of steps used; ``None``: all steps handed out.
-        """
-        raise NotImplementedError
 
-    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
-        """Yield this rank's part of each step, and its share.
+class Drawn(Protocol):
+    """What a source draws in a pass: whole batches, or their indices."""
 
-        Args:
-            batches: The iterator of the source's loader.
-        """
-        raise NotImplementedError
-
-    def count_used(self, batches: int | None) -> int:
-        """Return ``batches``, or for ``None`` the number of steps handed out. Raise if it is out of range."""
-        if batches is not None and not 0 <= batches <= self.used:
-            raise ConfigurationError(
-                f"batches must be the number of batches used in this pass, of which {self.used} were handed out, got "
-                f"{batches}."
-            )
-        return self.used if batches is None else batches
+    def position(self, drawn: int) -> Mapping[str, Any]:
+        """Return the position after ``drawn`` batches of the pass, as tensors and plain data. Local."""
 
 
 class Source:
@@ -89,9 +83,82 @@ class Source:
         """Begin a pass. A collective if every rank produces the whole batches."""
         raise NotImplementedError
 
-    def compared(self, first: Any) -> WholeBatch:
-        """Return the whole batch of the first step, and this rank's part of it. A collective."""
+    def size_of(self, drawn: Any) -> int:
+        """Return the number of samples in a batch, or in the indices of one."""
         raise NotImplementedError
+
+    def part_of(self, drawn: Any, part: slice) -> Any:
+        """Return a slice of a batch's samples, or of its indices."""
+        return drawn[part]
+
+    def compared(self, first: list[Any]) -> WholeBatch | None:
+        """Return the whole batch of the first step, and this rank's part of it; ``None``: not available. A collective.
+
+        Args:
+            first: What was drawn for the step.
+        """
+        raise NotImplementedError
+
+
+class Pass:
+    """The progress of one pass over a loader.
+
+    Args:
+        source: The source of the batches.
+        drawn: What the source draws in this pass.
+        limit: The number of batches to take; ``None``: all.
+        start: Where the pass begins, if the loader is resumable.
+
+    Attributes:
+        used: The number of steps handed out, including those of an earlier run.
+        first: What was drawn for the first step, until the third is handed out.
+        is_begun: Whether :meth:`draw` was called.
+        is_over: Whether no step is left.
+    """
+
+    def __init__(self, source: Source, drawn: Drawn, limit: int | None, start: Start | None) -> None:
+        self._source, self._drawn, self._limit = source, drawn, limit
+        self.used: int = start.position["batches"] if start and start.position else 0
+        self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
+        self.first: list[Any] | None = None
+        self.is_begun = self.is_over = False
+
+    def draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's part of each step, and queue its share."""
+        self.is_begun, source = True, self._source
+        steps = source.divider.steps(itertools.islice(drawn, self._limit), source.size_of, source.part_of)
+        for number, step in enumerate(steps):
+            if number == 0:
+                self.first = step.batches
+            self._shares.append(step.share)
+            yield step.part
+
+    def hand_out(self) -> Share:
+        """Count a step that is handed out, and return its share."""
+        self.used += 1
+        self._handed_out += 1
+        if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
+            self.first = None
+        return self._shares.popleft()
+
+    def position(self, batches: int | None) -> dict[str, Any]:
+        """Return the position in the pass as tensors and plain data, for the state of a resumable loader.
+
+        Args:
+            batches: The number of steps used; ``None``: all steps handed out.
+        """
+        used = self.used if batches is None else batches
+        if not 0 <= used <= self.used:
+            raise ConfigurationError(
+                f"batches must be the number of batches used in this pass, of which {self.used} were handed out, got "
+                f"{batches}."
+            )
+        if self._source.is_stateful and used != self.used:
+            raise ConfigurationError(
+                f"batches must be {self.used}, those handed out, as a state of {name_of(self._source.loader)} is "
+                f"that after its last batch, got {batches}. Draw no batch ahead from it."
+            )
+        return {**self._drawn.position(used * self._source.divider.per_step), "batches": used}
 
 
 def _let_go(_: object) -> None:
@@ -105,25 +172,26 @@ class ShardedIterator(Iterator[Any]):
         source: The source of the batches.
         current: The pass.
         batches: The iterator of the source's loader.
+        parts: Yields this rank's parts of the batches.
         shares: A queue. The iterator appends the :class:`~ddp_callbacks.Share` of each batch that it yields.
     """
 
-    def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:
+    def __init__(
+        self, source: Source, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
+    ) -> None:
         self._source, self.current = source, current
-        self.batches, self._steps = batches, current.steps(batches)
-        self._shares = shares
+        self.batches, self._parts, self._shares = batches, parts, shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
         weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
 
     def __next__(self) -> Any:
         try:
-            part, share = next(self._steps)
+            part = next(self._parts)
         except StopIteration:
             self.current.is_over = True
             raise
-        self.current.used += 1
-        self._shares.append(share)
+        self._shares.append(self.current.hand_out())
         return part
 
     def end(self) -> None:
@@ -147,12 +215,13 @@ class ShardedIterator(Iterator[Any]):
         Raises:
             ConfigurationError: The whole batch is not available, or batches of the same samples differ at random.
         """
-        if self.current.first is None:
+        found = self._source.compared(self.current.first) if self.current.first else None
+        if found is None:
             raise ConfigurationError(
                 f"the whole first batch of {name_of(self._source.loader)} is not available: it has not been drawn, is "
                 "no longer kept, or each process has batches of its own."
             )
-        return self._source.compared(self.current.first)
+        return found
 
     def __reduce__(self) -> Any:
         """Copies and pickles drop the iterator, like a ``DataLoader``'s."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch.distributed as dist
+from typing import Any
 
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
-    State,
     digest_of,
     get_global_state,
     own_generators,
@@ -24,46 +21,15 @@ from ddp_callbacks.data.global_state import (
     set_global_state,
     states_of_generators,
 )
+from ddp_callbacks.data.iterator import Source, Start
 from ddp_callbacks.data.nested import length_of
-from ddp_callbacks.data.order_state import LARGEST, Attributes, OrderAttributes
+from ddp_callbacks.data.order_state import Attributes, other_batches
 from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group import get_rank, get_world_size
 
 _INDICES = 4096  # per block
 _DOING = "the order of the batches"
-
-
-class Start(NamedTuple):
-    """Where a pass of a resumable loader begins.
-
-    Attributes:
-        number: The number of the pass, from 0.
-        before: The random states when ``iter`` was called.
-        position: The position of an earlier run; ``None``: the pass begins at the first batch.
-        last: Where the pass before, of an earlier run, ended, if it is to be compared.
-        draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
-        attributes: Those of the objects on which the order depends.
-        plain: A copy of them when ``iter`` was called.
-    """
-
-    number: int
-    before: State
-    position: Mapping[str, Any] | None
-    last: Mapping[str, Any] | None
-    draws_from_before: bool
-    attributes: OrderAttributes
-    plain: Attributes
-
-    def of_last(self) -> Start:
-        """Return this start at the position of the pass before."""
-        return self._replace(position=self.last)
-
-    def put_back(self, sources: Sequence[object]) -> None:
-        """Set the random states and the attributes as they were when ``iter`` was called."""
-        set_global_state(self.before, sources)
-        self.attributes.put(self.plain)
 
 
 class Order(Iterable[Any]):
@@ -73,36 +39,26 @@ class Order(Iterable[Any]):
 
     Args:
         sampler: Yields the indices of each batch.
-        sources: Objects whose attributes may be random generators: the loader and its samplers. All ranks get rank 0's
-            states.
-        group: The ranks' process group; ``None`` is the default group.
-        is_shared: Whether rank 0 draws for all ranks. Otherwise each rank draws for itself.
+        source: The source of the batches. Rank 0 draws for all ranks, which get the states of its generators, unless
+            each rank has a sampler of its own.
         start: Where a pass of a resumable loader begins; ``None`` for other loaders.
-        used: The number of batches that an earlier run used.
 
     Attributes:
         seed: Seed of the workers' random states; valid from the first batch on.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        sources: Sequence[object],
-        group: dist.ProcessGroup | None,
-        *,
-        is_shared: bool,
-        start: Start | None,
-        used: int,
-    ) -> None:
-        self._sampler, self._sources, self._group = sampler, sources, group
-        self._is_sent = is_shared and get_world_size(group) > 1
-        self._runs_sampler = not self._is_sent or get_rank(group) == 0
+    def __init__(self, sampler: Any, source: Source, start: Start | None) -> None:
+        self._sampler, self._sources, self._group, divider = sampler, source.sources, source.group, source.divider
+        self._is_sent = divider.division != "own" and divider.world_size > 1
+        self._runs_sampler = not self._is_sent or divider.rank == 0
         self._start, self._begin = start, start.before if start and start.draws_from_before else None
         self._batches: Iterator[Any] | None = None  # the sampler's iterator, on ranks that run it
         self._again: list[Any] = []  # the next block, if an earlier run drew it
         self._is_over = False
-        self._drawn, self._last = used, None  # number of batches drawn; the last one
+        self._drawn, self._last = 0, None  # number of batches drawn; the last one
         self._position = start.position if start and start.position and start.position["drawn"] else None
+        if self._position:
+            self._drawn = min(self._position["batches"] * divider.per_step, self._position["drawn"])
         self.seed = self._position["seed"] if self._position else 0
         self._attributes: Attributes = {}  # when the pass began
 
@@ -137,13 +93,9 @@ class Order(Iterable[Any]):
         self._go_to(position["drawn"] - again)
         self._again = self._take(again)
         if _plain(self._again[-1:], self._sampler) != [position["last"]]:
-            raise ConfigurationError(
-                f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
-                f"{position['drawn'] - 1} of the pass has the indices {self._again[-1:]}, and had {position['last']}. "
-                "Resume with the data set, the batch size and the sampler of that run, and take its randomness from "
-                "torch's, Python's or NumPy's global random state, or from generators that are its attributes. What "
-                f"else it depends on must be in plain attributes of at most {LARGEST} values, or be set before the "
-                "pass, as by set_epoch."
+            raise other_batches(
+                name_of_sampler(self._sampler),
+                f"batch {position['drawn'] - 1} has the indices {self._again[-1:]}, and had {position['last']}",
             )
         self._again = self._again[:unused]
 
@@ -196,8 +148,8 @@ class Order(Iterable[Any]):
         with self._state.drawing():
             return list(itertools.islice(self._batches, count))
 
-    def position(self) -> Mapping[str, Any]:
-        """Return the sampler's position as plain data and tensors. Local.
+    def position(self, _: int) -> Mapping[str, Any]:
+        """Return the sampler's position, wherever the loader is, as plain data and tensors. Local.
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """

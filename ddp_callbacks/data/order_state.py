@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.attributes import checksums_of, decode, encode, plain_attributes
+from ddp_callbacks.errors import ConfigurationError
 
 Attributes = dict[str, Any]
 """Encoded attributes, by names like ``"sampler.epoch"``."""
@@ -111,6 +112,21 @@ class OrderAttributes:
         """Set attributes to these values, and save what changes from now on."""
         self.put({name: encode(value) for name, value in attributes.items()})
         self._start = self.take()
+
+
+def other_batches(name: str, found: str) -> ConfigurationError:
+    """Return the error for a loader or sampler that does not yield what it did in the run that was saved.
+
+    Args:
+        name: Its class.
+        found: What differs.
+    """
+    return ConfigurationError(
+        f"{name} does not yield the batches of the run that was saved: {found}. Resume with the data set, the batch "
+        "size and the sampler of that run, and take its randomness from torch's, Python's or NumPy's global random "
+        f"state, or from generators that are its attributes. What else it depends on must be in plain attributes of at "
+        f"most {LARGEST} values, or be set before the pass, as by set_epoch."
+    )
 
 
 def _refilled(old: Any, value: Any) -> Any:

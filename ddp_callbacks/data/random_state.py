@@ -89,10 +89,9 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
     Args:
         group: ``None`` is the default group.
     """
-    if get_world_size(group) > 1:
-        state = broadcast_object(get_global_state(), _DOING, group)
-        if rank := get_rank(group):
-            seed_global(digest_of(rank, state[0]))
+    shared = SharedRandomState(group=group).state
+    if rank := get_rank(group):
+        seed_global(digest_of(rank, shared[0]))
 
 
 def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
@@ -101,8 +100,7 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
     Args:
         group: ``None`` is the default group.
     """
-    if get_world_size(group) > 1:
-        set_global_state(broadcast_object(get_global_state(), _DOING, group))
+    set_global_state(SharedRandomState(group=group).state)
 
 
 @contextmanager

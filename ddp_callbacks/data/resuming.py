@@ -23,8 +23,7 @@ from ddp_callbacks.data.global_state import (
     set_state_of,
     states_of_generators,
 )
-from ddp_callbacks.data.iterator import Pass, ShardedIterator
-from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.iterator import Pass, ShardedIterator, Start
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size

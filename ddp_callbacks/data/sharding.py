@@ -31,9 +31,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.before_loading import divide_before_loading
-from ddp_callbacks.data.iterator import ShardedIterator, Source
+from ddp_callbacks.data.iterator import ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of
-from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -101,7 +100,7 @@ class ShardedLoader:
     @property
     def indices(self) -> list[list[Any]] | None:
         """This rank's indices of each batch of the current pass, if batches are dealt out and have indices."""
-        return getattr(self.iterator and self.iterator.current, "indices", None) or None
+        return getattr(self._source, "indices", None) or None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,9 @@ from ddp_callbacks._torch import copied_loader, end_workers, keeps_iterator, ove
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import set_global_state
-from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
+from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
-from ddp_callbacks.data.order import Start
-from ddp_callbacks.data.order_state import LARGEST, objects_of_order
+from ddp_callbacks.data.order_state import objects_of_order, other_batches
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
 from ddp_callbacks.data.workers import spared_workers
@@ -36,94 +35,81 @@ _END = object()
 _KEPT = 8  # steps that a host may have drawn ahead
 
 
-class _WholePass(Pass):
-    """A pass over whole batches. The constructor is a collective; call it before ``iter``."""
+class _Produced:
+    """The batches of one pass, which every rank produces. The constructor is a collective."""
 
-    def __init__(self, whole: Whole, limit: int | None, start: Start | None) -> None:
-        super().__init__(limit, start)
-        self._whole = whole
+    def __init__(self, whole: Whole, start: Start | None) -> None:
+        self._whole, self._start = whole, start
         self._drawn = self._checksum = self._first = 0  # batches produced in this pass; checksums of all, of the first
         self._checksums: deque[tuple[int, int]] = deque(maxlen=_KEPT * whole.divider.per_step)
         self._attributes = start.attributes.take() if start else {}  # when the pass began
-        if start and (position := self.resumed):
+        if start and (position := start.position):
             self._attributes = position.get("attributes", {})
             start.attributes.load(self._attributes)
             set_global_state(position["begin"], whole.sources)
             if whole.is_stateful:
                 whole.loader.load_state_dict(position["loader"])
-        self.state = SharedRandomState(whole.sources, group=whole.group)
+        self._state = SharedRandomState(whole.sources, group=whole.group)
 
-    def skip(self, batches: Iterator[Any]) -> None:
-        """Skip the batches that an earlier run used. Call it after ``iter``."""
+    def open(self) -> Iterator[Any]:
+        """Return the loader's iterator, after the batches that an earlier run used."""
+        with self._state.drawing(), spared_workers(self._whole.loader):
+            batches: Iterator[Any] = iter(self._whole.loader)
+        if self._start and self._start.position and self._start.position["drawn"]:
+            self._skip(batches, self._start, self._start.position)
+        return batches
+
+    def _skip(self, batches: Iterator[Any], start: Start, position: Mapping[str, Any]) -> None:
+        """Skip the batches that an earlier run used."""
         whole = self._whole
-        if self.start is None or self.resumed is None or not self.resumed["drawn"]:
-            return
         if whole.is_stateful:
-            self._drawn, self.state.state = self.resumed["drawn"], self.resumed["drawing"]
-            set_global_state(self.start.before, whole.sources)
+            self._drawn, self._state.state = position["drawn"], position["drawing"]
+            set_global_state(start.before, whole.sources)
             return
-        with self.state.drawing():
-            for batch in itertools.islice(batches, self.resumed["drawn"]):
+        with self._state.drawing():
+            for batch in itertools.islice(batches, position["drawn"]):
                 self._note(batch)
-        expected = self.resumed.get("checksum")
-        if expected is not None and (self._drawn, self._checksum) != (self.resumed["drawn"], expected):
-            raise ConfigurationError(
-                f"{name_of(whole.loader)} does not yield the batches of the run that was saved: the first "
-                f"{self._drawn} of the pass have the checksum {self._checksum}, and the {self.resumed['drawn']} there "
-                f"had {expected}. Resume with the data set and the batch size of that run, and take "
-                "its randomness from torch's, Python's or NumPy's global random state, or from generators that are "
-                f"its attributes. What else it depends on must be in plain attributes of at most {LARGEST} values, or "
-                "be set before the pass, as by set_epoch."
+        expected = position.get("checksum")
+        if expected is not None and (self._drawn, self._checksum) != (position["drawn"], expected):
+            raise other_batches(
+                name_of(whole.loader),
+                f"the first {self._drawn} of the pass have the checksum {self._checksum}, and the {position['drawn']} "
+                f"there had {expected}",
             )
-        self.start.attributes.put(self.start.plain)
+        start.attributes.put(start.plain)
 
     def _note(self, batch: Any) -> None:
         self._drawn += 1
-        if self.start is None:  # of a loader that does not resume
+        if self._start is None:  # of a loader that does not resume
             return
         self._checksum = checksum_of_content(batch, self._checksum)
         self._checksums.append((self._drawn, self._checksum))
         self._first = self._first or self._checksum
 
-    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
-        whole = self._whole
-        produced = itertools.islice(self._produce(batches), self.limit)
-        return ((step.part, step.share) for step in whole.divider.steps(produced, whole.size_of, whole.part_of))
-
-    def _produce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the remaining batches, the same ones on every rank."""
+    def draw(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the remaining batches, the same ones on every rank. A collective."""
         for number in itertools.count():
-            with self.state.drawing():
+            with self._state.drawing():
                 batch = next(batches, _END)
             if batch is _END:
                 return
             if number == 0:
                 self._whole.require_divisible(batch)
             self._note(batch)
-            if self._whole.divider.division == "global":
-                # Lightning and Torchbearer draw one batch ahead.
-                self.first = batch if number == 0 else self.first if number == 1 else None
             yield batch
 
-    def position(self, batches: int | None) -> dict[str, Any]:
-        whole, used = self._whole, self.count_used(batches)
-        drawn = min(used * whole.divider.per_step, self._drawn)
-        found: dict[str, Any] = {
-            "batches": used,
+    def position(self, drawn: int) -> Mapping[str, Any]:
+        whole, drawn = self._whole, min(drawn, self._drawn)
+        found = {
             "drawn": drawn,
             "checksum": dict(self._checksums).get(drawn),
             "again": {"drawn": 1, "checksum": self._first},
-            "begin": self.state.begin,
+            "begin": self._state.begin,
             "attributes": self._attributes,
         }
         if not whole.is_stateful:
             return found
-        if used != self.used:
-            raise ConfigurationError(
-                f"batches must be {self.used}, those handed out, as a state of {name_of(whole.loader)} is "
-                f"that after its last batch, got {batches}. Draw no batch ahead from it."
-            )
-        return found | {"drawing": self.state.state, "loader": whole.loader.state_dict()}
+        return found | {"drawing": self._state.state, "loader": whole.loader.state_dict()}
 
 
 class Whole(Source):
@@ -158,39 +144,33 @@ class Whole(Source):
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
-            _, batches = self._begin(None, start.of_last())
-            end_workers(batches)
+            end_workers(_Produced(self, start.of_last()).open())
             start.put_back(self.sources)
-        begun, batches = self._begin(limit, start)
-        return ShardedIterator(self, begun, batches, shares)
+        produced = _Produced(self, start)
+        batches, current = produced.open(), Pass(self, produced, limit, start)
+        return ShardedIterator(self, current, batches, current.draw(produced.draw(batches)), shares)
 
-    def _begin(self, limit: int | None, start: Start | None) -> tuple[_WholePass, Iterator[Any]]:
-        begun = _WholePass(self, limit, start)
-        with begun.state.drawing(), spared_workers(self.loader):
-            batches = iter(self.loader)
-        begun.skip(batches)
-        return begun, batches
-
-    def size_of(self, batch: Any) -> int:
+    def size_of(self, drawn: Any) -> int:
         """Return the number of samples in a batch; 1 for a batch that is not divided.
 
         Raises:
             ConfigurationError: The batch must be divided, but cannot be.
         """
-        size = None if self._items_are_samples else common_size(batch)
+        size = None if self._items_are_samples else common_size(drawn)
         if size is None and self.divider.division == "global" and self.divider.world_size > 1:
-            shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
+            shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(drawn), 4))
             why = "is taken for one sample" if self._items_are_samples else "has no common first dimension"
-            raise undividable(name_of(self.loader), f"({type(batch).__name__}: {shapes or 'no tensors'}) {why}")
+            raise undividable(name_of(self.loader), f"({type(drawn).__name__}: {shapes or 'no tensors'}) {why}")
         return 1 if size is None else size
 
-    def part_of(self, batch: Any, part: slice) -> Any:
-        """Return a slice of a batch's samples."""
-        return slice_samples(batch, self.size_of(batch), part)
+    def part_of(self, drawn: Any, part: slice) -> Any:
+        return slice_samples(drawn, self.size_of(drawn), part)
 
-    def compared(self, first: Any) -> WholeBatch:
-        part, share = self.divider.to_compare(self.size_of(first))
-        return WholeBatch(first, self.part_of(first, part), share)
+    def compared(self, first: list[Any]) -> WholeBatch | None:
+        if self.divider.division != "global":
+            return None
+        part, share = self.divider.to_compare(self.size_of(first[0]))
+        return WholeBatch(first[0], self.part_of(first[0], part), share)
 
     def require_divisible(self, batch: Any) -> None:
         """Raise unless the first batch is equal on all ranks, with samples along its first dimension. A collective."""

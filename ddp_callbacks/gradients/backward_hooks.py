@@ -35,7 +35,7 @@ class BackwardHooks:
 
     def __init__(self, reducer: Reducer, switch: Switch) -> None:
         self._reducer, self._switch = reducer, switch
-        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # returns that of the running backward
+        self._graph_task: Callable[[], _GraphTask | None] = lambda: None  # returns that of the running backward
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
         self._lock = threading.RLock()  # autograd has a thread per device
         places = {slot: (bucket, at) for bucket in reducer.buckets for at, slot in enumerate(bucket.slots)}
@@ -97,7 +97,7 @@ class BackwardHooks:
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost one ends here.
         node = current_node()
         if node is None:
-            self._graph_task = _no_graph_task
+            self._graph_task = lambda: None
             self._reducer.finish()
         else:
             node.register_hook(lambda *_: self._call_at_end(task))
@@ -127,7 +127,3 @@ def refuse_foreign_hooks(named: Mapping[str, torch.nn.Parameter], own: Collectio
 
 class _GraphTask:
     """Lives as long as autograd's graph task: an exception drops the task, and with it this object."""
-
-
-def _no_graph_task() -> None:
-    return None

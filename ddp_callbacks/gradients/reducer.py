@@ -48,19 +48,11 @@ class Reducer:
     Args:
         known: The parameters.
         sums: Sums the gradients over the ranks.
-        bucket_cap_mb: The size in MiB at which a bucket is closed.
         room: How many numbers each rank can send along.
         times: Where to note this rank's times between the waits for sums.
     """
 
-    def __init__(
-        self,
-        known: Parameters,
-        sums: BucketSums,
-        bucket_cap_mb: float,
-        room: int,
-        times: StepTimes,
-    ) -> None:
+    def __init__(self, known: Parameters, sums: BucketSums, room: int, times: StepTimes) -> None:
         self.known, dense = known, known.dense
         self.parameters, self.dense = [*dense, *known.sparse], len(dense)
         self.used = [False] * len(self.parameters)
@@ -70,7 +62,7 @@ class Reducer:
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
         self._times = times
-        assigned = assign_buckets(dense, bucket_cap_mb)
+        assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
@@ -90,7 +82,7 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Continue in place of a reducer of other parameters. Local."""
-        if self._sums.hook is not None and self.layout() != before.layout():
+        if self._sums.options.hook is not None and self.layout() != before.layout():
             raise ConfigurationError(
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."
@@ -148,7 +140,10 @@ class Reducer:
             bucket.write_back(used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
             if used[slot]:
-                self._sum_sparse(self.parameters[slot], keeps=not correction)
+                parameter = self.parameters[slot]
+                summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+                if correction or parameter.grad is None:
+                    parameter.grad = summed
         self._forecast.note([bucket.index for bucket in filled])
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
@@ -222,11 +217,6 @@ class Reducer:
         bucket.fill(self._scale, self.used)
         self._sums.launch(bucket)
         bucket.wait()
-
-    def _sum_sparse(self, parameter: torch.nn.Parameter, keeps: bool) -> None:
-        summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
-        if not (keeps and parameter.grad is not None):
-            parameter.grad = summed
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.bucket_sums import BucketSums, Options
+from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
 from ddp_callbacks.gradients.reducer import Reducer
@@ -88,10 +87,7 @@ class GradientSynchronizer:
         process_group: dist.ProcessGroup | None = None,
         room: int = 0,
     ) -> None:
-        check_bucket_cap_mb(bucket_cap_mb)
-        check_compress(compress, comm_hook)
-        if comm_hook is not None:
-            check_comm_hook(comm_hook)
+        self._options = Options(bucket_cap_mb, comm_hook, comm_state, compress)
         self.room = room
         self.times = StepTimes()
         self._module = module
@@ -103,20 +99,17 @@ class GradientSynchronizer:
         if self._world_size == 1:
             return
         begin_run(process_group)
-        self._options = bucket_cap_mb, comm_hook, comm_state, compress, process_group
+        self._group = resolve_group(process_group)
         self._start()
 
     def _start(self, before: Reducer | None = None) -> None:
         """Synchronize the parameters that the module has now, in place of the reducer ``before``. A collective."""
-        bucket_cap_mb, comm_hook, comm_state, compress, group = self._options
         known = Parameters(self._module)
         if before is None:
             refuse_foreign_hooks(known.named)
-        _require_same_way(self._module, bucket_cap_mb, comm_hook, compress, self.room, group)
+        self._require_same_way()
         devices = [parameter.device for parameter in known.named.values()]
-        sums = BucketSums(resolve_group(group), devices, comm_hook, comm_state, compress)
-        self._group = sums.group
-        reducer = Reducer(known, sums, bucket_cap_mb, self.room, self.times)
+        reducer = Reducer(known, BucketSums(self._group, devices, self._options), self.room, self.times)
         if before is not None:
             reducer.continue_from(before)
             self.close()
@@ -137,6 +130,21 @@ class GradientSynchronizer:
         if changes is not None:
             self._start(self._reducer)
             broadcast_all([*changes.values()], "the new parameters", self._group)
+
+    def _require_same_way(self) -> None:
+        """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
+        options, hook = self._options, self._options.hook
+        name = None if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
+        settings = {
+            **parameter_settings(self._module),
+            **layout_settings(self._module),
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "comm_hook": str(name),
+            "compress": str(options.compress),
+            "room": self.room,
+        }
+        remedy = "Give every process the same model and the same arguments."
+        require_agreement(settings, "how gradients are synchronized", remedy, self._group)
 
     @property
     def rounds(self) -> int:
@@ -183,7 +191,7 @@ class GradientSynchronizer:
             all ranks count equally.
         """
         self.times.mark("in forward")
-        return _nothing if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
+        return (lambda: None) if self._reducer is None else self._reducer.weighing.set_for(loss, weight, total)
 
     @property
     def is_enabled(self) -> bool:
@@ -262,18 +270,16 @@ class GradientSynchronizer:
         self.follow()
         rank = 0 if self._reducer is None else self._group.rank()
         if len(states) == self._world_size:
-            self._load_own(states[rank])
+            own = states[rank]
+            if self._reducer is not None:
+                self._reducer.rounds = own["rounds"]
+                self._reducer.weighing.load_state_dict(own["weighing"])
+            self._load_gradients(own["gradients"])
             return
         gradients = _sum_of_gradients(states, self._world_size)
         if gradients and self._reducer is not None:
             self._reducer.weighing.accumulates = True
         self._load_gradients(gradients if rank == 0 else {})
-
-    def _load_own(self, state: Mapping[str, Any]) -> None:
-        if self._reducer is not None:
-            self._reducer.rounds = state["rounds"]
-            self._reducer.weighing.load_state_dict(state["weighing"])
-        self._load_gradients(state["gradients"])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:
         """Return a copy of this rank's gradients if they are not synchronized yet, by the name of the parameter."""
@@ -297,10 +303,6 @@ class GradientSynchronizer:
             self._reducer.weighing.close()
 
 
-def _nothing() -> None:
-    pass
-
-
 def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
     """Return the sum of the accumulated gradients, scaled for one of ``world_size`` ranks, by parameter name."""
     if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
@@ -314,25 +316,3 @@ def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> d
         for name, gradient in state["gradients"].items():
             summed[name] = summed[name] + gradient if name in summed else gradient
     return {name: gradient * factor for name, gradient in summed.items()}
-
-
-def _require_same_way(
-    module: torch.nn.Module,
-    bucket_cap_mb: float,
-    comm_hook: CommHook | None,
-    compress: Compress,
-    room: int,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
-    hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
-    settings = {
-        **parameter_settings(module),
-        **layout_settings(module),
-        "bucket_cap_mb": bucket_cap_mb,
-        "comm_hook": str(hook),
-        "compress": str(compress),
-        "room": room,
-    }
-    remedy = "Give every process the same model and the same arguments."
-    require_agreement(settings, "how gradients are synchronized", remedy, group)

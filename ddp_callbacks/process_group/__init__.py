@@ -14,24 +14,11 @@
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends
 """
 
-from ddp_callbacks.process_group.default_group import (
-    DEFAULT_TIMEOUT,
-    current_env,
-    get_rank,
-    get_world_size,
-    join_process_group,
-    leave_process_group,
-    require_place,
-    resolve_group,
-)
-
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "current_env",
-    "get_rank",
-    "get_world_size",
-    "join_process_group",
-    "leave_process_group",
-    "require_place",
-    "resolve_group",
-]
+from ddp_callbacks.process_group.default_group import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+from ddp_callbacks.process_group.default_group import current_env as current_env
+from ddp_callbacks.process_group.default_group import get_rank as get_rank
+from ddp_callbacks.process_group.default_group import get_world_size as get_world_size
+from ddp_callbacks.process_group.default_group import join_process_group as join_process_group
+from ddp_callbacks.process_group.default_group import leave_process_group as leave_process_group
+from ddp_callbacks.process_group.default_group import require_place as require_place
+from ddp_callbacks.process_group.default_group import resolve_group as resolve_group

@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "order": (
         SHUFFLED,
         DataLoader(NUMBERS, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
-        "WeightedRandomSampler does not draw the batches of the run that was saved: batch",
+        "WeightedRandomSampler does not yield the batches of the run that was saved: batch",
     ),
     "epoch": (
         DataLoader(NUMBERS, 4, sampler=LazyRandomSampler(NUMBERS, seed=1)),
