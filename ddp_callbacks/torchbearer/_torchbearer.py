@@ -107,10 +107,11 @@ def _interleave(
         counts = [0, *(int(value[column]) for value in log.values)]
         rows.append({step: after - before for step, before, after in zip(log.steps, counts, counts[1:], strict=False)})
     try:
-        sizes = {count for counts in rows for count in counts.values()}
+        sizes = [count for counts in rows for count in counts.values()]
         samples = {weight for log in logs for weight in log.weights}
-        if len(sizes) == 1 and len(samples) > 1:
-            raise RuntimeError(f"there are {sizes.pop()} rows in each batch, however many samples it has")
+        is_constant = len(sizes) > 1 and len(set(sizes)) == 1
+        if is_constant and (len(samples) > 1 or sizes[0] % max(samples)):
+            raise RuntimeError(f"there are {sizes[0]} rows in each batch, however many samples it has")
         return interleave_rows(parts, rows)
     except (RuntimeError, AttributeError) as error:
         raise ConfigurationError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -174,7 +174,11 @@ class ShardData(DistributedCallback):
             broadcast_rng_state(self.process_group)
 
     def on_sample(self, state: State) -> None:
-        if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
+        iterator = state[torchbearer.ITERATOR]
+        is_divided = isinstance(iterator, ShardedIterator)
+        if is_divided and iterator.current.used == 1 and self.random_state is not None:
+            self.random_state.share()  # rank 0 has drawn the order: a pass that raises leaves all ranks behind that
+        if self.world_size > 1 or is_divided:
             state[SHARE] = self._take_share(state)
 
     on_sample_validation = on_sample
@@ -190,9 +194,10 @@ class ShardData(DistributedCallback):
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
-            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
+            both = aggregator.predictions_list, self._is_mine
+            outputs, are_real = (gather_outputs(each, self.process_group) for each in both)
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
+            aggregator.predictions_list = list(itertools.compress(outputs, are_real))[:limit]
             aggregator.on_end_validation(state)
 
     @contextmanager
@@ -220,6 +225,10 @@ class ShardData(DistributedCallback):
             generators: Those that the Trial has now; others are forgotten, with their data.
         """
         self._undivided = {}
+        for generator, divided in self._sharded.values():
+            if "tb_iter" in getattr(divided, "__dict__", {}):  # an endless pass, which another Trial continues
+                with suppress(AttributeError):  # a list has none
+                    generator.tb_iter = divided.tb_iter
         ids = set(map(id, generators))
         self._sharded = {key: divided for key, divided in self._sharded.items() if key in ids}
         for loader in self.divided:

@@ -19,6 +19,7 @@ from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, PeerError, Preempted, say
+from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
@@ -67,6 +68,7 @@ class Resume(ResumeOptions, DistributedCallback):
             )
         data = _resumable_data(callbacks)
         self.process_group = self.preemption.process_group = data.process_group
+        begin_run(self.process_group)
         recovery = next((callback.recovery for callback in callbacks if isinstance(callback, Recover)), None)
         run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, self, self.process_group)
         with savers.opened():
@@ -143,6 +145,7 @@ class Recover(DistributedCallback):
             yield
             return
         callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
+        begin_run()
         run_state = RunState(call.trial, callbacks, _resumable_data(callbacks), self.recovery)
         savers = Savers(self.recovery, None)
         with _Run(callbacks, run_state, savers, savers.read()).injected(call.trial):

@@ -375,6 +375,12 @@ def endless_loaders(extra: Extra) -> Any:
 
 
 @scenario
+def an_endless_loader_of_two_trials(extra: Extra) -> Any:
+    loader: Any = DataLoader(data(30), 6, shuffle=True)
+    return [train(trial(extra()).with_inf_train_loader(), loader, train_steps=3) for _ in range(2)]
+
+
+@scenario
 def a_validation_alone(extra: Extra) -> Any:
     return train(trial(extra(), metrics=[]), None, DataLoader(data(13, 9), 5, shuffle=True))
 
