@@ -611,22 +611,23 @@ def means_over_what_counts(extra: Extra) -> Any:
 SMALL_STEPS = functools.partial(torch.optim.SGD, lr=0.01)
 
 
+def two_losses(state: Any) -> None:
+    """A closure with a backward for each."""
+    state[torchbearer.OPTIMIZER].zero_grad()
+    for factor in (1.0, -0.5):
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
+        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+
 @scenario
 def two_losses_with_a_backward_each(extra: Extra) -> Any:
     """By a closure of the user's own; the losses are means, or sums."""
 
-    def closure(state: Any) -> None:
-        state[torchbearer.OPTIMIZER].zero_grad()
-        for factor in (1.0, -0.5):
-            state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
-            loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
-            state[torchbearer.LOSS] = loss
-            state[torchbearer.CALLBACK_LIST].on_criterion(state)
-            loss.backward()
-            state[torchbearer.CALLBACK_LIST].on_backward(state)
-
     def trained(criterion: Any) -> Any:
-        made = trial(extra(), criterion=criterion, optimizer=SMALL_STEPS).with_closure(closure)
+        made = trial(extra(), criterion=criterion, optimizer=SMALL_STEPS).with_closure(two_losses)
         return train(made, DataLoader(data(30), 8, shuffle=True))
 
     return [trained(nn.CrossEntropyLoss()), trained(nn.CrossEntropyLoss(reduction="sum"))]
