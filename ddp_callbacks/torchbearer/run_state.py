@@ -141,9 +141,13 @@ class RunState:
         return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
 
     def _stateful(self, state: State) -> dict[str, Any]:
-        """Return the modules, optimizers and schedulers that the Trial's ``state_dict`` lacks, by their key."""
+        """Return the modules, optimizers and schedulers that the Trial's ``state_dict`` lacks, by their key.
+
+        The last one has the parameters that only an optimizer has.
+        """
         own = {*state[torchbearer.MODEL].modules(), state[torchbearer.OPTIMIZER]}
-        return {str(key): value for key, value in state.items() if isinstance(value, _STATEFUL) and value not in own}
+        found = {str(key): value for key, value in state.items() if isinstance(value, _STATEFUL) and value not in own}
+        return found | dict([*held_by(state).named_modules()][-1:])
 
     def _owners(self, state: State) -> dict[str, Any]:
         """Return the model, the criterion and what else the state has of the user's, by key; no optimizers."""

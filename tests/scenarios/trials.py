@@ -827,6 +827,17 @@ def a_criterion_that_is_trained(extra: Extra) -> Any:
 
 
 @scenario
+def a_parameter_that_only_the_optimizer_has(extra: Extra) -> Any:
+    scale = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
+
+    def criterion(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores * scale, target)
+
+    made = trial(extra(), None, lambda own: torch.optim.Adam([*own, scale], 0.05), criterion)
+    return train(made, DataLoader(data(29), 8, shuffle=True)), scale.detach().clone()
+
+
+@scenario
 def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
     made = trial(extra(), callbacks=[DrawsAtEpochs()])
     random.seed(3)
