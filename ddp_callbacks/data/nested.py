@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,13 +28,18 @@ def arrays_in(value: Any) -> Iterator[Any]:
             yield from arrays_in(item)
 
 
+def map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a nested value like this one with the results of ``function`` for its tensors and arrays."""
+    if isinstance(value, Mapping):
+        return rebuild_mapping(value, {key: map_arrays(item, function) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return rebuild_sequence(value, [map_arrays(item, function) for item in value])
+    return function(value) if is_array(value) else value
+
+
 def without_rows(batch: Any) -> Any:
     """Return a batch like this one whose tensors and arrays, except scalars, have no rows."""
-    if isinstance(batch, Mapping):
-        return rebuild_mapping(batch, {key: without_rows(item) for key, item in batch.items()})
-    if isinstance(batch, list | tuple):
-        return rebuild_sequence(batch, [*map(without_rows, batch)])
-    return batch[:0] if is_array(batch) and batch.ndim else batch
+    return map_arrays(batch, lambda array: array[:0] if array.ndim else array)
 
 
 def name_of(loader: Any) -> str:

@@ -169,11 +169,19 @@ class RunRandomState:
         Args:
             offered: The result of rank 0's :meth:`offer` at this moment.
         """
-        changed = dict(offered)
-        self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
-        self._states = self._derived(self._accepted)
+        self._states = self._derived(self._noted(offered))
         _set(self._states[self._current])
         self._is_one, self.is_fresh = self._rank == 0, True
+
+    def share(self) -> None:
+        """Share rank 0's state; every rank draws on from its own, outside of hooks. A collective."""
+        if self.is_open and self._current == "own":
+            self._states["shared"] = self._noted(broadcast_object(self.offer(), _DOING, self._group))
+
+    def _noted(self, offered: Any) -> State:
+        changed = dict(offered)
+        self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
+        return self._accepted
 
     def end(self) -> None:
         """End the run: the shared state becomes the global one on all ranks. Local."""

@@ -45,13 +45,14 @@ from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
-from ddp_callbacks.torchbearer.base import SHARE, Weight
 from ddp_callbacks.torchbearer.data import Flatten, ShardData
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
+from ddp_callbacks.torchbearer.loss_weight import Weight
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
 from ddp_callbacks.torchbearer.resume import Recover, Resume
+from ddp_callbacks.torchbearer.state import SHARE
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 __all__ = [
@@ -81,7 +82,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
     Args:
         batch_size: See :class:`ShardData`.
         weight, reduction: The divisor of a mean loss, and mean or sum. The default is right for torch's criteria. See
-            :class:`ddp_callbacks.torchbearer.base.LossWeight`.
+            :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps and at the end of each training pass, so that

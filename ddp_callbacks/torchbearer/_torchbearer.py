@@ -6,9 +6,7 @@ Importing this raises :class:`ImportError` if the installed Torchbearer lacks on
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,10 +105,11 @@ def _interleave(
         counts = [0, *(int(value[column]) for value in log.values)]
         rows.append({step: after - before for step, before, after in zip(log.steps, counts, counts[1:], strict=False)})
     try:
-        sizes = {count for counts in rows for count in counts.values()}
+        sizes = [count for counts in rows for count in counts.values()]
         samples = {weight for log in logs for weight in log.weights}
-        if len(sizes) == 1 and len(samples) > 1:
-            raise RuntimeError(f"there are {sizes.pop()} rows in each batch, however many samples it has")
+        is_constant = len(sizes) > 1 and len(set(sizes)) == 1
+        if is_constant and (len(samples) > 1 or sizes[0] % max(samples)):
+            raise RuntimeError(f"there are {sizes[0]} rows in each batch, however many samples it has")
         return interleave_rows(parts, rows)
     except (RuntimeError, AttributeError) as error:
         raise ConfigurationError(
@@ -125,27 +124,19 @@ def rows_in(aggregator: EpochLambda) -> list[int]:
     return [0 if rows is None else len(rows) for rows in map(vars(aggregator).get, _ROWS)]
 
 
-@contextmanager
-def without_running(aggregator: EpochLambda) -> Iterator[None]:
-    """Inside, let the running value of an ``EpochLambda`` be NaN, if it computes one."""
-    step = aggregator._step
-    if step is aggregator._final:
-        aggregator._step = lambda *_: math.nan
-    try:
-        yield
-    finally:
-        aggregator._step = step
+RUNNING = "_step"
+"""The name of the function of an ``EpochLambda`` that computes its running value."""
+
+
+def has_running(aggregator: EpochLambda) -> bool:
+    """Whether an ``EpochLambda`` computes a running value."""
+    return aggregator._step is aggregator._final
 
 
 def window_of(aggregator: Metric) -> dict[str, Any]:
-    """Return the state of a ``RunningMean``, from which :func:`run_on` continues; nothing for others."""
-    names = _WINDOW if isinstance(aggregator, RunningMean) else ()
-    return {name: copy.copy(getattr(aggregator, name)) for name in names}
-
-
-def is_of_scalars(aggregator: RunningMean) -> bool:
-    """Whether a running mean takes one number from each batch, as without ``dim``."""
-    return not aggregator._kwargs
+    """Return the state of a ``RunningMean`` of one number per batch, from which :func:`run_on` continues, or ``{}``."""
+    is_of_scalars = isinstance(aggregator, RunningMean) and not aggregator._kwargs  # without dim
+    return {name: copy.copy(getattr(aggregator, name)) for name in _WINDOW} if is_of_scalars else {}
 
 
 def run_on(aggregator: RunningMean, window: dict[str, Any], means: Sequence[torch.Tensor]) -> Any:

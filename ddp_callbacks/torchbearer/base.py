@@ -1,4 +1,4 @@
-"""Shared parts of the callbacks: joining the process group, this rank's share of a batch, the weight of its loss."""
+"""The base class of the callbacks: it joins the process group, and surrounds the Trial's methods."""
 
 from __future__ import annotations
 
@@ -7,42 +7,20 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import AggregatePredictions, CallbackList
 
-from ddp_callbacks.checkpoints import LocalStates as LocalStates
-from ddp_callbacks.comm.held import Held, optimizers_in, trained_by
-from ddp_callbacks.cross_entropy import cross_entropy_weight
-from ddp_callbacks.data.shares import Share, common_size
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
-
-State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
-Method: TypeAlias = Callable[..., Any]
-Weight: TypeAlias = Callable[[State], float | torch.Tensor]
+from ddp_callbacks.torchbearer.state import State
 
 CALLS = ("run", "evaluate", "predict")
 """The methods of a Trial that are collectives."""
-
-DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
-
-SHARE = torchbearer.state_key("ddp_callbacks_share")
-"""State key of this rank's :class:`ddp_callbacks.Share` of the current batch."""
-
-WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
-"""State key, set if the loss must be weighted before backward because layers (SyncBatchNorm) communicate in it."""
-
-STEP_TIMES = torchbearer.state_key("ddp_callbacks_step_times")
-"""State key of the :class:`ddp_callbacks.step_times.StepTimes` of the engine, if the ranks synchronize gradients."""
-
-RUN_RANDOM_STATE = torchbearer.state_key("ddp_callbacks_run_random_state")
-"""State key of the run's :class:`ddp_callbacks.data.random_state.RunRandomState`, if the ranks draw apart."""
 
 RANDOM_STATE = "ddp_callbacks_random_state"
 """Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
@@ -132,90 +110,6 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         return get_world_size(self.process_group)
 
 
-class LossWeight:
-    """The weight of a rank's loss, and how the ranks' losses combine to the loss of the global batch.
-
-    Args:
-        weight: A function of the Trial's state, called after the loss is computed. It returns the number that this
-            rank's loss is the mean over, for example tokens that count. ``None``: the number of samples; for cross
-            entropy and negative log likelihood torch's divisor, the sum of the class weights of the targets that are
-            not ignored.
-        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``. With
-            a sum, what callbacks add in ``on_criterion`` is a sum, too, except for terms of parameters alone, such as
-            weight decay: these count once.
-    """
-
-    def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
-        if reduction not in (None, "mean", "sum"):
-            raise ConfigurationError(f'reduction must be "mean", "sum" or None, got {reduction!r}.')
-        if weight is not None and not callable(weight):
-            raise ConfigurationError(f"weight must be a function of the Trial's state, got {weight!r}.")
-        self._weight = weight or _weight_by_criterion
-        self._reduction = reduction
-
-    def reduction(self, state: State) -> str:
-        """Return ``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``.
-
-        Args:
-            state: The Trial's state.
-        """
-        if self._reduction is not None:
-            return self._reduction
-        return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
-
-    def of(self, state: State) -> tuple[float, float | None]:
-        """Return this rank's weight, and the sum over all ranks if it is known without communication. Local.
-
-        Args:
-            state: The Trial's state, after the loss is computed.
-        """
-        own = None if self.reduction(state) == "sum" else self._weight(state)
-        if own is None:
-            return self.of_samples(state)
-        return (float(own) if share_of(state).local else 0.0), None
-
-    def of_samples(self, state: State) -> tuple[float, float | None]:
-        """Return the same from the numbers of samples alone, before the loss is computed. Local.
-
-        Args:
-            state: The Trial's state.
-        """
-        share = share_of(state)
-        if self.reduction(state) == "sum":
-            return float(share.local > 0), 1.0
-        return float(share.local), None if share.total is None else float(share.total)
-
-
-def _weight_by_criterion(state: State) -> float | torch.Tensor | None:
-    return cross_entropy_weight(state[torchbearer.CRITERION], state.get(torchbearer.Y_TRUE))
-
-
-def share_of(state: State) -> Share:
-    """Return this rank's share of the current batch; without sharding, the whole batch."""
-    if SHARE in state:
-        share: Share = state[SHARE]
-        return share
-    return Share(common_size(state[torchbearer.X]) or 1, None)
-
-
-def held_by(state: State) -> Held:
-    """Return what the Trial trains: the modules in its state, and what else its optimizers and callbacks' have."""
-    own = optimizers_in(state[torchbearer.CALLBACK_LIST])
-
-    def trained() -> list[torch.nn.Parameter]:
-        return trained_by([*own, *(value for value in state.values() if isinstance(value, torch.optim.Optimizer))])
-
-    others = {str(key): value for key, value in state.items() if value is not state[torchbearer.MODEL]}
-    return Held(state[torchbearer.MODEL], others, trained)
-
-
-def fraction_of(share: Share, world_size: int) -> float:
-    """Return this rank's fraction of the batch's samples; if the total is unknown, that of equal parts."""
-    if share.total is None:
-        return 1 / world_size
-    return share.local / share.total if share.total else 0.0
-
-
 def aggregator_of(state: State) -> AggregatePredictions | None:
     """Return the callback that this ``predict()`` injects; ``None`` in other passes, also in those that it contains.
 
@@ -240,23 +134,6 @@ def handles(callback: Callback, events: tuple[str, ...]) -> bool:
     return any(has_event(callback, event) for event in events)
 
 
-Made = TypeVar("Made")
-
-
-def in_training_pass(made: Made | None) -> Made:
-    """Return ``made``, an object that a callback has made for the current training pass.
-
-    Raises:
-        ConfigurationError: It is ``None``: an evaluation within the pass has removed it.
-    """
-    if made is None:
-        raise ConfigurationError(
-            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot "
-            "continue. Call evaluate() and predict() between passes: in on_end_epoch for example."
-        )
-    return made
-
-
 def wrap_event(callbacks: Any, name: str, around: Callable[[State], AbstractContextManager[None]]) -> None:
     """Let an event of the Trial's list of callbacks run inside ``around(state)``: before and after all callbacks."""
     event = getattr(callbacks, name)
@@ -276,7 +153,7 @@ def _wrap_calls(trial: Any) -> None:
             setattr(trial, name, _surrounded(trial, name, getattr(trial, name)))
 
 
-def _surrounded(trial: Any, name: str, method: Method) -> Method:
+def _surrounded(trial: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
     @functools.wraps(method)

@@ -16,9 +16,8 @@ synchronizes them, too.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,26 +29,15 @@ from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
+from ddp_callbacks.data.nested import length_of, map_arrays
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.torchbearer.base import (
-    DATA_KEYS,
-    RUN_RANDOM_STATE,
-    SHARE,
-    WEIGHS_LOSS,
-    Call,
-    DistributedCallback,
-    State,
-    aggregator_of,
-    handles,
-    share_of,
-    wrap_event,
-)
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, handles, wrap_event
+from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 _IN_BATCH = ("on_backward", "on_step_training")
@@ -61,12 +49,13 @@ _ALIKE = (*_MEETING, *_PASSES, "on_start", "on_end_epoch", "on_checkpoint")
 class ShardData(DistributedCallback):
     """Replace the Trial's generators by this rank's part of them while it runs.
 
-    The loaders are not changed. In each step, ``state[SHARE]`` has this rank's number of samples. With a custom loader
-    (``with_loader``) that reads no generator, every rank makes the batch under rank 0's random state and keeps its
-    slice. A Trial without data has nothing to divide: every rank computes the same step as a single process.
+    The loaders are not changed, except that another Trial continues an endless pass of theirs. In each step,
+    ``state[SHARE]`` has this rank's number of samples. With a custom loader (``with_loader``) that reads no generator,
+    every rank makes the batch under rank 0's random state and keeps its slice. A Trial without data has nothing to
+    divide: every rank computes the same step as a single process.
 
     Rank 0 keeps the user's random state. If there are data, every other rank gets a distinct one. Callbacks draw from
-    rank 0's state on all ranks, and after ``run`` returns all ranks continue with it.
+    rank 0's state on all ranks, and after ``run`` returns or raises all ranks continue with it.
 
     In ``predict`` each rank computes whole batches in turn, and every rank gets the outputs of all, in the loader's
     order. Outputs that are not tensors are pickled.
@@ -174,7 +163,11 @@ class ShardData(DistributedCallback):
             broadcast_rng_state(self.process_group)
 
     def on_sample(self, state: State) -> None:
-        if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
+        iterator = state[torchbearer.ITERATOR]
+        is_divided = isinstance(iterator, ShardedIterator)
+        if is_divided and iterator.current.used == 1 and self.random_state is not None:
+            self.random_state.share()  # rank 0 has drawn the order: a pass that raises leaves all ranks behind that
+        if self.world_size > 1 or is_divided:
             state[SHARE] = self._take_share(state)
 
     on_sample_validation = on_sample
@@ -190,9 +183,10 @@ class ShardData(DistributedCallback):
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
-            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
+            both = zip(aggregator.predictions_list, self._is_mine, strict=False)
+            gathered = gather_outputs([output if is_mine else ... for output, is_mine in both], self.process_group)
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
+            aggregator.predictions_list = [output for output in gathered if output is not ...][:limit]
             aggregator.on_end_validation(state)
 
     @contextmanager
@@ -224,6 +218,9 @@ class ShardData(DistributedCallback):
         self._sharded = {key: divided for key, divided in self._sharded.items() if key in ids}
         for loader in self.divided:
             loader.shares.clear()
+            if "tb_iter" in vars(loader):
+                with suppress(AttributeError):  # a list has none
+                    loader.loader.tb_iter = loader.tb_iter
         if self.random_state is not None:
             self.random_state.end()
 
@@ -274,15 +271,10 @@ class Flatten(Callback):  # type: ignore[misc]
     """
 
     def on_sample(self, state: State) -> None:
-        state[torchbearer.X] = flatten(state[torchbearer.X])
+        state[torchbearer.X] = map_arrays(state[torchbearer.X], _flatten)
 
     on_sample_validation = on_sample
 
 
-def flatten(batch: Any) -> Any:
-    """Reshape every tensor in ``batch`` with two or more dimensions to ``[batch, features]``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.flatten(start_dim=1) if batch.dim() > 1 else batch
-    if isinstance(batch, Mapping):
-        return rebuild_mapping(batch, {key: flatten(value) for key, value in batch.items()})
-    return rebuild_sequence(batch, [flatten(value) for value in batch]) if isinstance(batch, list | tuple) else batch
+def _flatten(samples: Any) -> Any:
+    return samples.flatten(1) if isinstance(samples, torch.Tensor) and samples.dim() > 1 else samples

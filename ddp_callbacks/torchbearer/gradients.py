@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torchbearer
 from torch.autograd.graph import Node
 
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
@@ -23,22 +24,9 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
-from ddp_callbacks.torchbearer.base import (
-    SHARE,
-    STEP_TIMES,
-    WEIGHS_LOSS,
-    Call,
-    DistributedCallback,
-    LocalStates,
-    LossWeight,
-    State,
-    Weight,
-    fraction_of,
-    held_by,
-    in_training_pass,
-    share_of,
-    wrap_event,
-)
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, wrap_event
+from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight, fraction_of
+from ddp_callbacks.torchbearer.state import SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, in_training_pass, share_of
 from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_verify
 from ddp_callbacks.weighing import weigh_terms_of_parameters
 
@@ -82,7 +70,7 @@ class AllReduceGradients(WeighsLoss):
     See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
 
     Args:
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         verify: Compare the gradient of a Trial's first batch with that of a single process, on copies of its model and
             criterion. ``"first_batch"``: a difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a
@@ -143,20 +131,18 @@ class AllReduceGradients(WeighsLoss):
         """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
         closure = call.trial.closure
         if self._skip_batch is not None:
-            call.trial.closure = self._ending(closure)
+            self._bad, call.trial.closure = BadBatches(self.process_group), self._ending(closure)
         try:
             yield
         finally:
             self._close()
-            if self._skip_batch is not None:
-                call.trial.closure = closure
             if self._bad is not None:
                 self._bad.close()
-            self._bad = None
+                self._bad, call.trial.closure = None, closure
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
+        if self._bad is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             raise ConfigurationError(
                 'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
                 "and cannot continue without it. Leave out skip_batch, or use another optimizer."
@@ -166,8 +152,6 @@ class AllReduceGradients(WeighsLoss):
         if self._synchronizer is None:
             self._synchronizer = self._make(held_by(state))
             state[STEP_TIMES] = self._synchronizer.times
-        if self._skip_batch is not None and self._bad is None:
-            self._bad = BadBatches(self.process_group)
         self._skipped = 0
 
     def on_sample(self, state: State) -> None:

@@ -6,6 +6,7 @@ Sums are added up, rows put into the loader's order, and scalars of the parts of
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,24 +19,16 @@ from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.attributes import decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer import _torchbearer
-from ddp_callbacks.torchbearer.base import (
-    RUN_RANDOM_STATE,
-    Call,
-    DistributedCallback,
-    LocalStates,
-    LossWeight,
-    State,
-    Weight,
-    has_event,
-    share_of,
-    wrap_event,
-)
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, has_event, wrap_event
+from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
+from ddp_callbacks.torchbearer.state import RUN_RANDOM_STATE, State, share_of
 
 _ADDING = ("on_criterion", "on_criterion_validation")  # events in which callbacks add to the loss
 _LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
@@ -51,7 +44,7 @@ class ReduceMetrics(DistributedCallback):
     whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
     Args:
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`; used for the metrics of the loss.
+        weight, reduction: For metrics of the loss, see :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
@@ -171,7 +164,7 @@ class MetricsPass:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
         self._samples, self._step, self._windows = state["samples"], state["step"], state["windows"]
-        self._added, *self._logs = [BatchLog(*map(list, columns)) for columns in state["logs"]]
+        self._added, *self._logs = map(_log, state["logs"])
 
     def close(self) -> None:
         """Restore the metrics."""
@@ -200,16 +193,17 @@ class MetricsPass:
 
         if isinstance(metric, Mean | Var):
             self._replace(metric, "process", process)
-        elif isinstance(metric, RunningMean) and _torchbearer.is_of_scalars(metric):
+        elif isinstance(metric, RunningMean) and self._windows[place]:
             self._replace(metric, "process", process_running)
             # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
             self._restore.callback(lambda: _torchbearer.run_on(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
             self._replace(metric, "process", process_rows)
-            self._restore.enter_context(_torchbearer.without_running(metric))
+            if _torchbearer.has_running(metric):
+                self._replace(metric, _torchbearer.RUNNING, lambda *_: math.nan)
 
     def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
-        """Return this rank's part of a batch's mean: the divisor and the sum."""
+        """Return this rank's part of a batch's mean: the divisor and the sum, which rounds less than a mean."""
         if values.dim():
             return values.numel(), values.sum()
         weight = self._weight if is_loss else self._local
@@ -287,13 +281,14 @@ def _join(
         is_loss = isinstance(root, _LossMetric)
         kind = reduction if is_loss else "mean"
         _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], logs)
+        too_much = surplus if is_loss else {}
         if isinstance(metric, RunningMean) and any(log.steps for log in logs):
-            sums = _without(merge_batch_logs(logs, "sum"), surplus if is_loss else {})
-            weights = sums.weights if kind == "mean" else [1.0] * len(sums.weights)
-            means = [total / weight for total, weight in zip(sums.values, weights, strict=True)]
+            merged = merge_batch_logs(logs, "sum")
+            sums = _without(merged, too_much)
+            means = sums if kind == "sum" else [total / n for total, n in zip(sums, merged.weights, strict=True)]
             running[metric.name] = _torchbearer.run_on(metric, windows[place], means)
         elif isinstance(metric, Mean | Var):
-            for value in _without(merge_batch_logs(logs, kind), surplus if is_loss else {}).values:
+            for value in _without(merge_batch_logs(logs, kind), too_much):
                 type(metric).process(metric, value)
     return running
 
@@ -318,9 +313,8 @@ def _surplus(added: Sequence[BatchLog]) -> dict[int, torch.Tensor]:
     return surplus
 
 
-def _without(log: BatchLog, surplus: Mapping[int, torch.Tensor]) -> BatchLog:
-    values = [value - surplus.get(step, 0) for step, value in zip(log.steps, log.values, strict=True)]
-    return BatchLog(log.steps, log.weights, values)
+def _without(log: BatchLog, surplus: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    return [value - surplus.get(step, 0) for step, value in zip(log.steps, log.values, strict=True)]
 
 
 def _load_merged(

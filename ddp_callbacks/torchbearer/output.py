@@ -21,7 +21,8 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
-from ddp_callbacks.torchbearer.base import CALLS, RANDOM_STATE, Call, DistributedCallback, State, has_event
+from ddp_callbacks.torchbearer.base import CALLS, RANDOM_STATE, Call, DistributedCallback, has_event
+from ddp_callbacks.torchbearer.state import State
 
 WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks import replicas
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.comm.equality import OnDivergence
@@ -25,21 +26,8 @@ from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.step_times import Part
-from ddp_callbacks.torchbearer.base import (
-    DATA_KEYS,
-    RANDOM_STATE,
-    SHARE,
-    STEP_TIMES,
-    WEIGHS_LOSS,
-    Call,
-    DistributedCallback,
-    LocalStates,
-    State,
-    aggregator_of,
-    handles,
-    held_by,
-    share_of,
-)
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, Call, DistributedCallback, aggregator_of, handles
+from ddp_callbacks.torchbearer.state import DATA_KEYS, SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, share_of
 from ddp_callbacks.versions import __version__
 
 _MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles one of these events, and may stop there
@@ -244,7 +232,7 @@ class StopTogether(DistributedCallback):
         MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
     """
 
-    _meeting: frozenset[str] = frozenset()  # the events after which the ranks agree
+    _meeting: Sequence[str] = ()  # the events after which the ranks agree
     _checks: ReplicaChecks | None = None  # of this run's training
 
     def __init__(self, on_divergence: OnDivergence = "raise", process_group: dist.ProcessGroup | None = None) -> None:
@@ -259,8 +247,7 @@ class StopTogether(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[CALLBACK_LIST])
-        stopping = (name for name, events in _MAY_STOP.items() if any(_may_stop(each, events) for each in callbacks))
-        self._meeting = frozenset(stopping)
+        self._meeting = [name for name, events in _MAY_STOP.items() if any(_may_stop(one, events) for one in callbacks)]
         self._checks = None
 
     def on_start_training(self, state: State) -> None:

@@ -19,10 +19,12 @@ from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, PeerError, Preempted, say
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, State
+from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.run_state import RunState
+from ddp_callbacks.torchbearer.state import State
 
 
 class Resume(ResumeOptions, DistributedCallback):
@@ -46,12 +48,19 @@ class Resume(ResumeOptions, DistributedCallback):
     """
 
     calls = ("run",)
-    _saved: Saved | None = None  # the file's content, until a run has continued from it
+    saved: Saved | None = None
+    """The file's content, until a run has continued from it."""
     _has_read = False
 
     def on_init(self, state: State) -> None:
+        """Add the callbacks that know the position in the data, and the metrics. A single process needs only these."""
         super().on_init(state)
-        self._complete(state)
+        callbacks: CallbackList = state[torchbearer.CALLBACK_LIST]
+        kinds = (ShardData, ReduceMetrics)
+        self._added = [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+        for one in self._added:
+            one.on_init(state)
+        callbacks.callback_list = [*self._added, *callbacks.callback_list]
 
     @contextlib.contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -65,39 +74,22 @@ class Resume(ResumeOptions, DistributedCallback):
                 f"Resume needs DDPCallback, or {type(self._added[0]).__name__}, to know the position of several "
                 "processes in the data, and their metrics. Add it."
             )
-        data = _resumable_data(callbacks)
-        self.process_group = self.preemption.process_group = data.process_group
         recovery = next((callback.recovery for callback in callbacks if isinstance(callback, Recover)), None)
-        run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, self, self.process_group)
-        with savers.opened():
-            run = _Run(callbacks, run_state, savers, self._read(savers, run_state.about))
-            try:
-                with run.injected(call.trial):
-                    yield
-            finally:
-                self._saved = run.saved
+        with _continued(call, self, recovery):
+            yield
 
     def read_again(self) -> None:
         """Let the next ``run`` read what it continues from, even if an earlier one has."""
         self._has_read = False
 
-    def _read(self, savers: Savers, about: dict[str, str]) -> Saved | None:
+    def read(self, savers: Savers, about: dict[str, str]) -> None:
+        """Read what a run continues from, if none has yet. A collective."""
         if not self._has_read:
-            self._saved, self._has_read = savers.read(), True
-        if self._saved is not None:
-            require_same(self._saved.about, about, savers.path)
+            self.saved, self._has_read = savers.read(), True
+        if self.saved is not None:
+            require_same(self.saved.about, about, savers.path)
             if self.rank == 0:
-                say(f"resumes from {savers.path}, after epoch {len(self._saved.shared['history'])}")
-        return self._saved
-
-    def _complete(self, state: State) -> None:
-        """Add the callbacks that know the position in the data, and the metrics. A single process needs only these."""
-        callbacks: CallbackList = state[torchbearer.CALLBACK_LIST]
-        kinds = (ShardData, ReduceMetrics)
-        self._added = [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
-        for one in self._added:
-            one.on_init(state)
-        callbacks.callback_list = [*self._added, *callbacks.callback_list]
+                say(f"resumes from {savers.path}, after epoch {len(self.saved.shared['history'])}")
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
@@ -111,6 +103,8 @@ class Recover(DistributedCallback):
     """
 
     is_outermost = True
+    saved: Saved | None = None
+    """The content of the copy, until the run has continued from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +117,10 @@ class Recover(DistributedCallback):
     def around(self, inside: Callable[[], Any], call: Call) -> Any:
         """Return ``inside()``, called again if processes have died."""
         return self.recovery.call(functools.partial(super().around, inside, call), self)
+
+    def read(self, savers: Savers, _: dict[str, str]) -> None:
+        """Read what the run continues from. A collective."""
+        self.saved = savers.read()
 
     def begin_again(self) -> None:
         """Forget the call that has failed."""
@@ -142,18 +140,25 @@ class Recover(DistributedCallback):
         if call.name != "run" or any(isinstance(callback, Resume) for callback in self._callbacks):
             yield
             return
-        callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
-        run_state = RunState(call.trial, callbacks, _resumable_data(callbacks), self.recovery)
-        savers = Savers(self.recovery, None)
-        with _Run(callbacks, run_state, savers, savers.read()).injected(call.trial):
+        with _continued(call, self, self.recovery):
             yield
 
 
-def _resumable_data(callbacks: CallbackList) -> ShardData:
-    """Return the callback that divides the data, which does so with loaders that can resume from now on."""
+@contextlib.contextmanager
+def _continued(call: Call, origin: Resume | Recover, recovery: Recovery | None) -> Iterator[None]:
+    """Let a run continue inside from what ``origin`` reads, and save it. A collective."""
+    callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
     data = next(callback for callback in callbacks if isinstance(callback, ShardData))
     data.make_resumable()
-    return data
+    begin_run(data.process_group)
+    options = origin if isinstance(origin, Resume) else None
+    if options is not None:
+        options.process_group = options.preemption.process_group = data.process_group
+    run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, options, data.process_group)
+    with savers.opened():
+        origin.read(savers, run_state.about)
+        with _Run(callbacks, run_state, savers, origin).injected(call.trial):
+            yield
 
 
 class _Run(CallbackListInjection):  # type: ignore[misc]
@@ -163,19 +168,19 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
     has some of these events, too, with a state of its own.
 
     Args:
-        saved: The file's content that the run continues from; ``None``: the run begins at its start.
+        origin: Has what the run continues from, until it has; ``None``: the run begins at its start.
     """
 
-    def __init__(self, callbacks: CallbackList, run_state: RunState, savers: Savers, saved: Saved | None) -> None:
+    def __init__(self, callbacks: CallbackList, run_state: RunState, savers: Savers, origin: Resume | Recover) -> None:
         super().__init__(Callback(), callbacks)
         self._run_state, self._savers = run_state, savers
         self._state: State = None  # the run's state
-        self.saved = saved  # None once it is restored
+        self._origin = origin
         self._batches: int | None = None  # batches done in the pass that was cut; None: the cut was between two epochs
         self._is_last = False
         self._steps = 0  # steps of the current training pass
-        if saved is not None:
-            self._batches, self._is_last = run_state.begin(saved)
+        if origin.saved is not None:
+            self._batches, self._is_last = run_state.begin(origin.saved)
 
     @contextlib.contextmanager
     def injected(self, trial: Any) -> Iterator[None]:
@@ -197,11 +202,11 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
             return
         self._state = state
         self._run_state.note_start(state)
-        if self.saved is None:
+        if self._origin.saved is None:
             self._savers.pass_begin(functools.partial(self._run_state.content, state, None, False))
-        if self.saved is None or self._is_of_a_later_run(state):
+        if self._origin.saved is None or self._is_of_a_later_run(state):
             return
-        self._run_state.load_loaders(self.saved)
+        self._run_state.load_loaders(self._origin.saved)
         if self._batches is None:
             if self._is_last:
                 state[torchbearer.MAX_EPOCHS] = len(state[torchbearer.HISTORY])
@@ -215,16 +220,16 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
     def on_start_training(self, state: State) -> None:
         super().on_start_training(state)
         self._steps = state[torchbearer.STEPS]
-        if self.saved is not None and self._batches is not None:
+        if self._origin.saved is not None and self._batches is not None:
             _leave_out(state, self._batches)
             self._put_back(state)
         elif self._steps == 0:  # only a validation follows
             self._pass_moment(state, 0, validates=True)
 
     def _put_back(self, state: State) -> None:
-        assert self.saved is not None
-        self._run_state.put_back(self.saved, state)
-        self.saved = None
+        assert self._origin.saved is not None
+        self._run_state.put_back(self._origin.saved, state)
+        self._origin.saved = None
 
     # --- stopping -------------------------------------------------------------------------------------------------
 

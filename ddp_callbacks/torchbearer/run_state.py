@@ -30,14 +30,15 @@ from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
-from ddp_callbacks.torchbearer.base import DistributedCallback, State
+from ddp_callbacks.torchbearer.base import DistributedCallback
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.gradients import AverageParameters
 from ddp_callbacks.torchbearer.replicas import SynchronizeBuffers
+from ddp_callbacks.torchbearer.state import State, held_by
 
 _TRAIN = str(torchbearer.TRAIN_DATA)
 _DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
-_MODEL = str(torchbearer.MODEL)
+_STATEFUL = (torch.nn.Module, Optimizer, LRScheduler)
 _OTHERS = "ddp_callbacks_others"  # key in the file, which a plain Trial ignores
 
 
@@ -69,21 +70,19 @@ class RunState:
         """Note attributes, to save only those that the run changes. Call it after ``on_start``."""
         for callback, mode in self._filemodes.items():
             callback.filemode = mode  # a later call opens the file as without this library
-        found = {name: self._attributes(one) for name, one in self._others.items()}
         owners = self._owners(state)
+        found = {name: self._attributes(one) for name, one in self._others.items()}
         found |= {name: attributes_of(owner) for name, owner in owners.items()}
-        before = {} if self._recovery is None else self._recovery.at_start(found, self._trial.state[torchbearer.DEVICE])
-        for name, values in before.items():
-            if name in self._others:
-                vars(self._others[name]).update(values)
-            elif name in owners:
-                set_attributes(owners[name], values)
         if self._recovery is not None:
             loaders = self._loaders()
-            orders = self._recovery.at_start({key: each.attributes.plain() for key, each in loaders.items()}, "cpu")
-            for key, values in orders.items():
-                loaders[key].attributes.start_from(values)
-        found |= before
+            orders = {name: loader.attributes.plain() for name, loader in loaders.items()}
+            before = self._recovery.at_start(found | orders, self._trial.state[torchbearer.DEVICE])
+            for name, values in before.items():
+                if name in loaders:
+                    loaders[name].attributes.start_from(values)
+                else:
+                    set_attributes((self._others | owners)[name], values)
+            found |= before
         self._at_start = {name: attributes.checksums_of(values) for name, values in found.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
@@ -119,8 +118,8 @@ class RunState:
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
             "samples": sum(one.samples for one in self._ours.values() if isinstance(one, SynchronizeBuffers)),
-            "buffers": {name: dict(module.named_buffers()) for name, module in self._modules(state).items()},
-            "attributes": self._changed_attributes(state),
+            "buffers": dict(held_by(state).named_buffers()),
+            "attributes": {name: self._changed(name, attributes_of(one)) for name, one in self._owners(state).items()},
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._random_state.state_dict(),
@@ -130,31 +129,30 @@ class RunState:
         """Return a callback's ``state_dict``, and the state that it lacks."""
         return {
             "state": callback.state_dict(),
-            "attributes": attributes.changed(self._attributes(callback), self._at_start.get(name, {})),
+            "attributes": self._changed(name, self._attributes(callback)),
             "scheduler": scheduler_of(callback).state_dict() if isinstance(callback, TorchScheduler) else None,
             "rows": _rows(callback) if isinstance(callback, CSVLogger) else None,
         }
 
+    def _changed(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        return attributes.changed(values, self._at_start.get(name, {}))
+
     def _attributes(self, callback: Callback) -> dict[str, Any]:
         return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
 
-    def _stateful(self, state: State, kinds: Any = (torch.nn.Module, Optimizer, LRScheduler)) -> dict[str, Any]:
-        """Return the modules, optimizers and schedulers that the Trial's ``state_dict`` lacks, by their key."""
-        own = {*state[torchbearer.MODEL].modules(), state[torchbearer.OPTIMIZER]}
-        return {str(key): value for key, value in state.items() if isinstance(value, kinds) and value not in own}
+    def _stateful(self, state: State) -> dict[str, Any]:
+        """Return the modules, optimizers and schedulers that the Trial's ``state_dict`` lacks, by their key.
 
-    def _modules(self, state: State) -> dict[str, Any]:
-        return {_MODEL: state[torchbearer.MODEL], **self._stateful(state, torch.nn.Module)}
+        The last one has the parameters that only an optimizer has.
+        """
+        own = {*state[torchbearer.MODEL].modules(), state[torchbearer.OPTIMIZER]}
+        found = {str(key): value for key, value in state.items() if isinstance(value, _STATEFUL) and value not in own}
+        return found | dict([*held_by(state).named_modules()][-1:])
 
     def _owners(self, state: State) -> dict[str, Any]:
-        """Return the objects whose plain attributes are saved: the user's modules, and the criterion in any case."""
-        return {str(torchbearer.CRITERION): state[torchbearer.CRITERION], **self._modules(state)}
-
-    def _changed_attributes(self, state: State) -> dict[str, Any]:
-        return {
-            name: attributes.changed(attributes_of(owner), self._at_start.get(name, {}))
-            for name, owner in self._owners(state).items()
-        }
+        """Return the model, the criterion and what else the state has of the user's, by key; no optimizers."""
+        others = {str(key): state[key] for key in (torchbearer.MODEL, torchbearer.CRITERION)} | self._stateful(state)
+        return {name: owner for name, owner in others.items() if not isinstance(owner, Optimizer | LRScheduler)}
 
     def _loaders(self) -> dict[str, Any]:
         """Return the divided loaders of training and validation."""
@@ -169,7 +167,8 @@ class RunState:
     def let_go(self) -> None:
         """End the workers of the current passes, and close the callbacks' files, which the next run continues."""
         for callback in self._others.values():
-            if isinstance(callback, CSVLogger | AbstractTensorBoard) and _has_begun(callback):
+            files = [getattr(callback, name, None) for name in ("csvfile", "writer")]
+            if isinstance(callback, CSVLogger | AbstractTensorBoard) and any(file is not None for file in files):
                 callback.on_end(self._trial.state)
                 if batches := getattr(callback, "batch_log_dir", None):
                     callback.close_writer(batches)
@@ -231,14 +230,12 @@ class RunState:
     def _load_others(self, saved: Saved, states: LocalStates, state: State) -> None:
         for name, other in self._stateful(state).items():
             other.load_state_dict(saved.shared[_OTHERS][name])
-        samples = [own["samples"] for own in states.of_ranks]
-        for name, module in self._modules(state).items():
-            load_buffers(module, states.of("buffers").of(name), samples)
+        load_buffers(held_by(state), states.of("buffers"), states.of("samples").of_ranks)
         for name, owner in self._owners(state).items():
             load_attributes(owner, states.of("attributes").of(name), state[torchbearer.DEVICE])
 
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
-        for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
+        for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=False):
             parameter.requires_grad_(is_trainable)
         history = copy.deepcopy(saved.shared["history"])  # an evaluation in front of the run adds to its last entry
         self._trial.load_state_dict({**saved.shared, "history": history})
@@ -250,8 +247,7 @@ class RunState:
         return [(one, own["others"][name]) for name, one in self._others.items() if name in own["others"]]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for module in self._modules(self._trial.state).values():
-            yield from module.parameters()
+        return held_by(self._trial.state).parameters()
 
 
 def _named(callbacks: Any) -> dict[str, Any]:
@@ -278,10 +274,6 @@ def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.
             deque(value, maxlen=0)  # parameters to clip or decay: the first batch has used them up
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
-
-
-def _has_begun(callback: CSVLogger | AbstractTensorBoard) -> bool:
-    return any(getattr(callback, name, None) is not None for name in ("csvfile", "writer"))
 
 
 def _rows(callback: CSVLogger) -> int | None:

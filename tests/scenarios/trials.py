@@ -375,6 +375,12 @@ def endless_loaders(extra: Extra) -> Any:
 
 
 @scenario
+def an_endless_loader_of_two_trials(extra: Extra) -> Any:
+    loader: Any = DataLoader(data(30), 6, shuffle=True)
+    return [train(trial(extra()).with_inf_train_loader(), loader, train_steps=3) for _ in range(2)]
+
+
+@scenario
 def a_validation_alone(extra: Extra) -> Any:
     return train(trial(extra(), metrics=[]), None, DataLoader(data(13, 9), 5, shuffle=True))
 
@@ -605,22 +611,23 @@ def means_over_what_counts(extra: Extra) -> Any:
 SMALL_STEPS = functools.partial(torch.optim.SGD, lr=0.01)
 
 
+def two_losses(state: Any) -> None:
+    """A closure with a backward for each."""
+    state[torchbearer.OPTIMIZER].zero_grad()
+    for factor in (1.0, -0.5):
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
+        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+
 @scenario
 def two_losses_with_a_backward_each(extra: Extra) -> Any:
     """By a closure of the user's own; the losses are means, or sums."""
 
-    def closure(state: Any) -> None:
-        state[torchbearer.OPTIMIZER].zero_grad()
-        for factor in (1.0, -0.5):
-            state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
-            loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
-            state[torchbearer.LOSS] = loss
-            state[torchbearer.CALLBACK_LIST].on_criterion(state)
-            loss.backward()
-            state[torchbearer.CALLBACK_LIST].on_backward(state)
-
     def trained(criterion: Any) -> Any:
-        made = trial(extra(), criterion=criterion, optimizer=SMALL_STEPS).with_closure(closure)
+        made = trial(extra(), criterion=criterion, optimizer=SMALL_STEPS).with_closure(two_losses)
         return train(made, DataLoader(data(30), 8, shuffle=True))
 
     return [trained(nn.CrossEntropyLoss()), trained(nn.CrossEntropyLoss(reduction="sum"))]
@@ -817,6 +824,17 @@ def a_criterion_that_is_trained(extra: Extra) -> Any:
     made = trial(extra(), None, lambda own: torch.optim.Adam([*own, *criterion.parameters()], 0.05), criterion)
     result = train(made, DataLoader(data(29), 8, shuffle=True), DataLoader(data(13, 9), 4))
     return result, criterion.log_var.detach().clone()
+
+
+@scenario
+def a_parameter_that_only_the_optimizer_has(extra: Extra) -> Any:
+    scale = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
+
+    def criterion(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores * scale, target)
+
+    made = trial(extra(), None, lambda own: torch.optim.Adam([*own, scale], 0.05), criterion)
+    return train(made, DataLoader(data(29), 8, shuffle=True)), scale.detach().clone()
 
 
 @scenario

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import random
+import tempfile
 import time
 import warnings
 import weakref
@@ -25,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
-from trials import CLASSES, FEATURES, data, network, normalized, parameters, train, trial
+from trials import CLASSES, FEATURES, data, draws, network, normalized, parameters, train, trial
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.errors import ConfigurationError, PeerError
@@ -568,6 +569,50 @@ def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -
 
 
 @WORLD
+def test_a_run_after_one_that_raised_in_a_pass_draws_the_order_of_one_process() -> None:
+    def trained(ddp: Any) -> list[Any]:
+        def fail(state: Any) -> None:
+            if state[torchbearer.EPOCH] == state[torchbearer.BATCH] == 1:
+                del watch.on_backward
+                raise KeyError("enough")
+
+        watch = Callback()
+        watch.on_backward = fail
+        made = trial(ddp, callbacks=[watch])
+        made.with_generators(DataLoader(numbered(20), 6, shuffle=True), DataLoader(data(9, 3), 4, shuffle=True))
+        with contextlib.suppress(KeyError, PeerError):
+            made.run(3)
+        drawn = draws()
+        losses = [[epoch["loss"], epoch["val_loss"]] for epoch in made.run(3)]  # running means forget what has failed
+        return [drawn, losses, parameters(made)]
+
+    assert_equal(trained([DDPCallback()]), trained([]), relative=1e-10)
+
+
+@WORLD
+def test_resume_behind_a_run_that_raised_does_not_raise_its_error_again() -> None:
+    @torchbearer.callbacks.on_backward
+    def fail(state: Any) -> None:
+        if get_rank():
+            raise KeyError("enough")
+
+    with contextlib.suppress(KeyError, PeerError):
+        trial([DDPCallback()], callbacks=[fail]).with_train_generator(DataLoader(data(20), 6)).run(1)
+    with tempfile.TemporaryDirectory() as folder:
+        train(trial([DDPCallback(), Resume(Path(folder, "run.pt"))]), DataLoader(data(20), 6))
+
+
+@WORLD
+def test_a_prediction_of_more_steps_than_batches_has_the_order_of_one_process() -> None:
+    rows = DataLoader(TensorDataset(data(13, 3).tensors[0]), 5)
+
+    def predicted(ddp: list[Callback]) -> Any:
+        return [trial(ddp).with_test_generator(rows, steps).predict() for steps in (2, 5, 7, 9)]
+
+    assert_equal(predicted([DDPCallback()]), predicted([]), relative=1e-10)
+
+
+@WORLD
 def test_batches_too_short_for_batch_norm_train_on_fewer_processes_after_a_prediction() -> None:
     made = looked_at([DDPCallback()], model=normalized())
     made.predict()
@@ -617,9 +662,10 @@ class TimeFirst(nn.Module):
 def test_a_metric_of_an_epoch_whose_predictions_do_not_begin_with_the_samples_is_refused_by_name() -> None:
     metric = torchbearer.metrics.to_dict(torchbearer.metrics.EpochLambda("tagged", lambda *_: 0.0))
     made = trial([DDPCallback()], TimeFirst(), lambda _: None, lambda *_: torch.zeros(()), [metric])
-    made.with_val_generator(DataLoader(data(3), 3))
-    with pytest.raises(ConfigurationError, match=r"the metric tagged needs .* of Y_PRED, but there are 3 rows"):
-        made.evaluate()
+    for samples in (3, 4):  # of 4 both ranks have two
+        made.with_val_generator(DataLoader(data(samples), samples))
+        with pytest.raises(ConfigurationError, match=r"the metric tagged needs .* of Y_PRED, but there are 3 rows"):
+            made.evaluate()
 
 
 @WORLD
