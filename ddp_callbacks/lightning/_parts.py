@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-from ddp_callbacks.lightning.packages import FABRIC, ROOTS
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 
 # Methods that this library replaces during a run.
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
@@ -37,10 +37,8 @@ PRIVATE = (
     f"trainer.connectors.checkpoint_connector:_CheckpointConnector.{RESUME_START}(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
-    f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
     f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
     f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
-    "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
     "loops.fit_loop:_FitLoop._skip_backward",
@@ -48,9 +46,6 @@ PRIVATE = (
     f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
-    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
-    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
     "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
     # the strategy
     "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
@@ -59,11 +54,17 @@ PRIVATE = (
     "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
 
-# The same below ``lightning.fabric``, for names that both Trainers and Fabric use.
-PRIVATE_OF_BOTH = (
-    "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
-    "utilities.imports:_IS_INTERACTIVE",
+# The same for what some programs use, checked when they do.
+PRIVATE_OF_PREDICTIONS = (
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
 )
+PRIVATE_OF_REQUEUES = (f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",)
+PRIVATE_OF_TUNER = ("tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",)
+
+# The same below ``lightning.fabric``, for names that both Trainers and Fabric use.
+PRIVATE_OF_BOTH = ("utilities.data:_auto_add_worker_init_fn(dataloader, rank)",)
 
 # The same for names that only Fabric's strategy uses.
 PRIVATE_OF_FABRIC = (
@@ -100,11 +101,6 @@ def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
     return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
 
 
-def is_interactive(package: str) -> bool:
-    """Whether the program runs in a notebook or an interactive Python shell."""
-    return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
-
-
 # --- the Trainer's parts -------------------------------------------------------------------------------------------
 
 
@@ -116,6 +112,11 @@ def connector(trainer: Any, kind: Literal["accelerator", "checkpoint", "data", "
     warning.
     """
     return getattr(trainer, f"_{kind}_connector")
+
+
+def requeues(trainer: Any) -> bool:
+    """Whether Lightning requeues the job at Slurm's warning."""
+    return bool(getattr(trainer._accelerator_connector.cluster_environment, "auto_requeue", False))
 
 
 def requeue(trainer: Any, number: int) -> None:
@@ -146,6 +147,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 def compares_losses(callback: Any) -> bool:
     """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
+    if ".tuner." in (home := type(callback).__module__):
+        require(home.partition(".")[0], PRIVATE_OF_TUNER)
     return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Any, Literal, TypeAlias
 
 from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.moments import Agreement
@@ -42,7 +43,9 @@ class Decisions:
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
         replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
-        replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
+        if _parts.requeues(trainer):
+            require(trainer.strategy.package, _parts.PRIVATE_OF_REQUEUES)
+            replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
         replacements.callback(self._close)
 
     def _close(self) -> None:

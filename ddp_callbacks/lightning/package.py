@@ -9,13 +9,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal
 
-from ddp_callbacks.lightning import _logged
-from ddp_callbacks.lightning._lightning import require_lightning
+from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
 from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.packages import FABRIC, ROOTS
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 from ddp_callbacks.lightning.processes import NAMES
 
 # Return types are left out: jsonargparse takes a function that returns a class for a factory of its objects.
@@ -34,7 +33,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     Raises:
         ImportError: The installed version lacks something.
     """
-    require_lightning(name)
+    require(name, _parts.PRIVATE + _logged.PRIVATE, _parts.PRIVATE_OF_BOTH)
     require_torchmetrics()
     strategies = importlib.import_module(f"{ROOTS[name]}.strategies")
     base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback

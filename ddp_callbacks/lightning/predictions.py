@@ -13,6 +13,7 @@ from typing import Any
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -21,6 +22,7 @@ class Predictions:
     """Divides the batches of a Trainer's prediction loop among the ranks, until the replacements are undone."""
 
     def __init__(self, trainer: Any, replacements: Replacements) -> None:
+        require(trainer.strategy.package, _parts.PRIVATE_OF_PREDICTIONS)
         self._loop = trainer.predict_loop
         replacements.replace(self._loop, "run", self._run)
         replacements.replace(self._loop, "reset", self._reset)

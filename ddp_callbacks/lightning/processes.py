@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
@@ -18,7 +19,6 @@ from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced
@@ -78,7 +78,8 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
             check_comm_hook(engine["comm_hook"])
         self._batch_size, self._weight, self._reduction, self._engine = batch_size, weight, reduction, engine
         self._cluster_environment: Any = None
-        start_method = start_method or ("fork" if _parts.is_interactive(self.package) else "popen")
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        start_method = start_method or ("fork" if is_interactive else "popen")
         super().__init__(start_method=start_method, **of_lightning)
 
     def __repr__(self) -> str:

@@ -85,7 +85,8 @@ class Run:
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
-        Predictions(trainer, self._exit)
+        if trainer.predicting:
+            Predictions(trainer, self._exit)
 
     def close(self) -> None:
         """Restore Lightning's objects, the user's loaders and the module's layers, and end the loaders' workers."""

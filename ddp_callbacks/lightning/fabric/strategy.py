@@ -21,7 +21,6 @@ from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning._lightning import require_fabric
 from ddp_callbacks.lightning.batches import (
     Reduction,
     Weight,
@@ -36,6 +35,7 @@ from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.fabric.traces import metrics_of_program
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.processes import ProcessesMixin, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
@@ -74,7 +74,7 @@ class CallbackFabricMixin(ProcessesMixin):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        require_fabric(self.package)
+        require(self.package, (), _parts.PRIVATE_OF_FABRIC)
         super().__init__(
             batch_size,
             weight,
