@@ -160,15 +160,20 @@ def loader_of(loop: Any) -> Any:
     return loop._combined_loader
 
 
-def active_loader(trainer: Any) -> Any:
-    """Return the ``CombinedLoader`` of the running loop."""
-    return trainer._active_loop._combined_loader
+def active_loop(trainer: Any) -> Any:
+    """Return the running loop."""
+    return trainer._active_loop
 
 
-def loaders_of_batch(combined: Any, dataloader_idx: int) -> list[Any]:
-    """Return the loaders that a batch of a ``CombinedLoader`` comes from."""
-    loaders = list(combined.flattened)
-    return loaders[dataloader_idx : dataloader_idx + 1] if combined._mode == "sequential" else loaders
+def loaders_of(loop: Any) -> list[Any]:
+    """Return the loaders of a loop; none before the loop has set up its data."""
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def loaders_of_batch(loop: Any, dataloader_idx: int) -> list[Any]:
+    """Return the loaders that a batch of a loop comes from."""
+    is_sequential = loop._combined_loader._mode == "sequential"
+    return loaders_of(loop)[dataloader_idx : dataloader_idx + 1] if is_sequential else loaders_of(loop)
 
 
 def skips_backward(trainer: Any) -> bool:
@@ -191,11 +196,16 @@ def validation_interval(trainer: Any) -> Any:
     return getattr(trainer, "_val_check_time_interval", None)
 
 
+def set_validation_interval(trainer: Any, seconds: float) -> None:
+    """Set the seconds between validations; infinity leaves it to :func:`set_last_validation`."""
+    trainer._val_check_time_interval = seconds
+
+
 def last_validation(trainer: Any) -> Any:
-    """Return the time of the last validation, by ``time.monotonic()``. Only if time decides when to validate."""
+    """Return the time of the last validation, or of the start, by ``time.monotonic()``. Only if time decides."""
     return trainer._last_val_time
 
 
 def set_last_validation(trainer: Any, time: float) -> None:
-    """Set the time of the last validation, with which Lightning compares its clock."""
+    """Set the time of the last validation. Minus infinity lets Lightning validate after the next batch."""
     trainer._last_val_time = time

@@ -38,7 +38,9 @@ class Decisions:
         self.wishes: set[Wish] = set()
         self._stops = False  # whether the ranks have agreed to stop
         self._warning: int = signal.SIGUSR1  # the signal that asked for a requeue
-        self._validated = math.inf  # time of the last validation, by this rank's clock
+        self._interval = _parts.validation_interval(trainer)  # seconds, if time decides when to validate
+        if self._interval is not None:
+            _parts.set_validation_interval(trainer, math.inf)  # never, until the ranks agree
         connector = _parts.connector(trainer, "signal")
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
@@ -51,7 +53,7 @@ class Decisions:
     def _close(self) -> None:
         self._agreement.close()
         if self._interval is not None:
-            _parts.set_last_validation(self._trainer, self._validated)
+            _parts.set_validation_interval(self._trainer, self._interval)
 
     def pass_moment(self) -> None:
         """Act on what any rank wants, if no rank has passed this moment. All ranks must call it at the same moments.
@@ -92,20 +94,12 @@ class Decisions:
         else:
             _parts.requeue(trainer, self._warning)
 
-    @property
-    def _interval(self) -> Any:
-        """Seconds between validations, if time decides when to validate; otherwise ``None``."""
-        return _parts.validation_interval(self._trainer)
-
     def _is_time_to_validate(self) -> bool:
-        """Whether the time has come by this rank's clock. Keeps Lightning from asking the clock itself."""
+        """Whether the time has come by this rank's clock."""
         if self._interval is None or not self._trainer.training:
             return False
         last = _parts.last_validation(self._trainer)
-        if math.isfinite(last):  # Lightning has noted a validation, or the start
-            self._validated = last
-            _parts.set_last_validation(self._trainer, math.inf)  # never, until the ranks agree
-        return bool(last > -math.inf and time.monotonic() - self._validated >= self._interval)
+        return bool(last > -math.inf and time.monotonic() - last >= self._interval)
 
     # --- in signal handlers -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,16 @@ these hooks did a second time. The random states come last.
 
 Parameters and optimizers are equal on all ranks, so they are in Lightning's part of the file. With local steps the
 averager saves them, except optimizers beyond the first. Gradients are here if no gradient engine saves them.
+
+On the same number of processes, each gets its own states of torchmetrics. On another, each state's
+``dist_reduce_fx`` decides:
+
+===================  ==========================================================================================
+sum, lists           rank 0 gets the sum, or all entries, rank by rank; the others begin with the default
+mean, maximum,       every rank gets the mean, maximum or minimum of all
+minimum
+any other            the rank's own, if there are no fewer ranks than before; otherwise it is an error
+===================  ==========================================================================================
 """
 
 from __future__ import annotations
@@ -14,14 +24,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torchmetrics import Metric
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
 from ddp_callbacks.data.attributes import Checksums, changed
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts, _progress
+from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
+from ddp_callbacks.lightning.metrics import metrics_of
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
@@ -39,7 +52,7 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         _logged.refresh_metrics(trainer, training)  # a single process reads the values of the whole batch, too
     return logs | {
         "trainer": _progress.trainer_state(trainer),
-        "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
+        "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": _save_module(trainer),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
@@ -62,7 +75,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     batches, validated = loop.batch_progress.current.ready, loop.val_loop.batch_progress.current.ready
     _load_logs(_logged.results_of_training(trainer), states.of("training"), trainer, batches)
     _load_logs(_logged.results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
-    load_metrics([module, *trainer.callbacks], states.of("metrics"))
+    _load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
     _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
@@ -92,6 +105,52 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
         results.synced = synced
         state = states.mine["pass"] or {"position": batches - 1}
         results.load_pass_state(**state | ({} if states.is_same_world else {"samples": 0}))
+
+
+# --- torchmetrics --------------------------------------------------------------------------------------------------
+
+
+def _save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return this rank's states of the metrics in ``owners``: a module and callbacks. Local."""
+    return [plain_states(metric) for metric in metrics_of(owners)]
+
+
+def _load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
+    """Inverse of :func:`_save_metrics`. Local.
+
+    Raises:
+        ConfigurationError: A metric's states cannot be given to fewer ranks.
+    """
+    for index, metric in enumerate(metrics_of(owners)):
+        if index < len(states.mine):
+            own = states.mine[index]
+            saved = own["states"] if states.is_same_world else _merged_states(metric, states, index)
+            set_states(metric, saved, own["updates"])
+
+
+def _merged_states(metric: Metric, by_rank: LocalStates, index: int) -> dict[str, Any]:
+    rank, world_size = by_rank.rank, by_rank.world_size
+    defaults = default_states(metric)
+    found: dict[str, Any] = {}
+    for name, reduction in reductions_of(metric).items():
+        states = [each[index]["states"][name] for each in by_rank.of_ranks]
+        if isinstance(defaults[name], list):
+            found[name] = [part for state in states for part in state] if rank == 0 else []
+        elif reduction in ("mean", "max", "min"):
+            stacked = torch.stack(states)
+            found[name] = getattr(stacked, "mean" if reduction == "mean" else f"a{reduction}")(0)
+        elif reduction == "sum" or (reduction == "cat" and len(states) == 1):
+            found[name] = torch.stack(states).sum(0).to(states[0].dtype) if rank == 0 else defaults[name]
+        elif reduction == "cat":
+            found[name] = torch.cat(states) if rank == 0 else defaults[name]
+        elif world_size >= len(states):
+            found[name] = states[rank] if rank < len(states) else defaults[name]
+        else:
+            raise ConfigurationError(
+                f"{type(metric).__name__} keeps {name!r} in a way (dist_reduce_fx) that cannot be put together: in the "
+                f"middle of an epoch it can resume with {len(states)} processes or more, not with {world_size}."
+            )
+    return found
 
 
 # --- the module, beside its parameters -----------------------------------------------------------------------------

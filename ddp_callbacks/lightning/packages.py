@@ -14,9 +14,9 @@ FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabri
 
 
 def make(name: str, home: str) -> tuple[type, type, type, type]:
-    """Make the classes for a package; see :func:`.package.make`, which imports what comes with Lightning."""
+    """Make the classes for a package; see :func:`.classes.make`, which imports what comes with Lightning."""
     _require_package(name)
-    classes: tuple[type, type, type, type] = importlib.import_module("ddp_callbacks.lightning.package").make(name, home)
+    classes: tuple[type, type, type, type] = importlib.import_module("ddp_callbacks.lightning.classes").make(name, home)
     return classes
 
 

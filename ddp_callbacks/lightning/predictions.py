@@ -40,7 +40,7 @@ class Predictions:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         """Set the loaders' limits before the first batch."""
-        for loader, limit in zip(self._loaders(), self._loop.max_batches, strict=True):
+        for loader, limit in zip(_parts.loaders_of(self._loop), self._loop.max_batches, strict=True):
             if isinstance(loader, ShardedLoader):
                 loader.limit = None if limit == math.inf else limit
         reset()
@@ -59,7 +59,4 @@ class Predictions:
         return gather_outputs(predictions) if self._is_divided(index) else predictions
 
     def _is_divided(self, index: int) -> bool:
-        return isinstance(self._loaders()[index], ShardedLoader)
-
-    def _loaders(self) -> list[Any]:
-        return list(_parts.loader_of(self._loop).flattened)
+        return isinstance(_parts.loaders_of(self._loop)[index], ShardedLoader)

@@ -299,8 +299,7 @@ class Fit:
 
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
-        combined = _parts.loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
-        return [] if combined is None else list(combined.flattened)
+        return _parts.loaders_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """Return what must be equal in the resumed run."""

@@ -122,15 +122,14 @@ class Run:
         if not _parts.is_asked_by_loop(self._trainer):
             return False
         training = self._trainer.training
-        combined = _parts.active_loader(self._trainer)
-        loaders = _parts.loaders_of_batch(combined, dataloader_idx)
+        loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
         self._mark("between steps")
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
             joins_steps = self._local is None or self._local.is_last_step
         else:
-            joins_steps = all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
+            joins_steps = all(isinstance(loader, ShardedLoader) for loader in self._loaders())
         self.end_batch()  # the batch before, if a hook has skipped it
         results = _logged.results_of(self._trainer)
         if results is not None:
@@ -214,7 +213,7 @@ class Run:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
-            closure = functools.partial(self.joint_loss, closure)
+            closure = self._joined(closure)
         return self.drawing.optimizer_step(inner, step, closure)
 
     def end_batch(self) -> None:
@@ -223,12 +222,9 @@ class Run:
             self._undo()
             self._undo = None
 
-    def joint_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the loss of the whole batch; ``None`` if ``closure`` returns that. A collective."""
-        loss = closure()
-        if loss is None:
-            return None
-        return joint_loss(loss, *self.batches.weight_and_total)
+    def _joined(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that returns the loss of the whole batch."""
+        return functools.partial(joint_loss, closure, lambda: self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Begin training: stop if a rank wants to, and share rank 0's random state. A collective.
@@ -244,7 +240,7 @@ class Run:
         self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> None:
         if outputs:
-            outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
+            outputs = outputs | {"loss": self._joined(lambda: outputs["loss"])()}
         hook(trainer, module, outputs, *args, **kwargs)
 
     def end(self) -> None:
@@ -339,8 +335,7 @@ class Run:
                 loader.shares.clear()  # of batches fetched ahead, if a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
-        combined = _parts.active_loader(self._trainer)
-        return [] if combined is None else list(combined.flattened)
+        return _parts.loaders_of(_parts.active_loop(self._trainer))
 
     def is_padding(self) -> bool:
         """Whether this rank has no sample of the batch that is being computed."""

@@ -36,11 +36,11 @@ from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
     VERSIONS,
     ProcessesMixin,
+    reduce,
     refuse_plugin,
     require_same_optimizers,
 )
 from ddp_callbacks.lightning.recovery import RecoveringLauncher
-from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping

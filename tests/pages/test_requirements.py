@@ -18,7 +18,7 @@ from kit.paths import ROOT
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from ddp_callbacks import _torch, join_process_group
-from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics, package, packages
+from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics, classes, packages
 from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import ProcessesMixin
@@ -115,7 +115,7 @@ def _is_private(name: str) -> bool:
 def test_a_lightning_that_lacks_one_is_named_with_the_versions_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(result, "_ResultCollection")
     with pytest.raises(ImportError) as caught:
-        package.make("lightning", __name__)
+        classes.make("lightning", __name__)
     lacks = r"lightning 2\.\d+\.\d+ has no lightning\.pytorch\.\S+\.result\._ResultCollection\.__init__, which ddp"
     assert re.match(lacks, str(caught.value)), caught.value
     assert "It supports lightning" in str(caught.value) and 'pip install "lightning' in str(caught.value)
