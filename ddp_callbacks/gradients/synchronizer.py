@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
+from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
@@ -88,10 +88,7 @@ class GradientSynchronizer:
         process_group: dist.ProcessGroup | None = None,
         room: int = 0,
     ) -> None:
-        check_bucket_cap_mb(bucket_cap_mb)
-        check_compress(compress, comm_hook)
-        if comm_hook is not None:
-            check_comm_hook(comm_hook)
+        self._options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
         self.room = room
         self.times = StepTimes()
         self._module = module
@@ -99,24 +96,23 @@ class GradientSynchronizer:
         self._switch = Switch()
         self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
-        self._world_size = get_world_size(process_group)
+        self._process_group, self._world_size = process_group, get_world_size(process_group)
         if self._world_size == 1:
             return
         begin_run(process_group)
-        self._options = bucket_cap_mb, comm_hook, comm_state, compress, process_group
         self._start()
 
     def _start(self, before: Reducer | None = None) -> None:
         """Synchronize the parameters that the module has now, in place of the reducer ``before``. A collective."""
-        bucket_cap_mb, comm_hook, comm_state, compress, group = self._options
+        options, group = self._options, self._process_group
         known = Parameters(self._module)
         if before is None:
             refuse_foreign_hooks(known.named)
-        _require_same_way(self._module, bucket_cap_mb, comm_hook, compress, self.room, group)
+        _require_same_way(self._module, options, self.room, group)
         devices = [parameter.device for parameter in known.named.values()]
-        sums = BucketSums(resolve_group(group), devices, comm_hook, comm_state, compress)
+        sums = BucketSums(resolve_group(group), devices, options.comm_hook, options.comm_state, options.compress)
         self._group = sums.group
-        reducer = Reducer(known, sums, bucket_cap_mb, self.room, self.times)
+        reducer = Reducer(known, sums, options.bucket_cap_mb, self.room, self.times)
         if before is not None:
             reducer.continue_from(before)
             self.close()
@@ -317,21 +313,16 @@ def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> d
 
 
 def _require_same_way(
-    module: torch.nn.Module,
-    bucket_cap_mb: float,
-    comm_hook: CommHook | None,
-    compress: Compress,
-    room: int,
-    group: dist.ProcessGroup | None,
+    module: torch.nn.Module, options: EngineOptions, room: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
-    hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
+    hook = options.comm_hook
     settings = {
         **parameter_settings(module),
         **layout_settings(module),
-        "bucket_cap_mb": bucket_cap_mb,
-        "comm_hook": str(hook),
-        "compress": str(compress),
+        "bucket_cap_mb": options.bucket_cap_mb,
+        "comm_hook": str(None if hook is None else getattr(hook, "__qualname__", type(hook).__name__)),
+        "compress": str(options.compress),
         "room": room,
     }
     remedy = "Give every process the same model and the same arguments."

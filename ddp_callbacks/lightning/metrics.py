@@ -18,8 +18,7 @@ from torchmetrics import Metric
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+from ddp_callbacks.replicas import statistics_by_layer
 
 Trace = tuple[Callable[[], bool], Callable[[], None]]
 """Whether something has changed, and what undoes the change."""
@@ -80,7 +79,7 @@ class SyncedMetrics:
 
 def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Trace]:
     """Return the traces that a step leaves from now on in the metrics, and in layers with statistics of this rank."""
-    return [*metrics.remember(), *map(_remember_buffers, _statistics(module))]
+    return [*metrics.remember(), *map(_remember_buffers, statistics_by_layer(module))]
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
@@ -102,23 +101,15 @@ def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callabl
     return undo
 
 
-def _statistics(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield the running statistics of each layer that has some, except synchronized ones: all ranks have the same."""
-    for layer in module.modules():
-        own = dict(layer.named_buffers(recurse=False))
-        if _STATISTICS[0] in own and not getattr(layer, "is_synchronized", False):
-            yield [own[name] for name in _STATISTICS if name in own]
+def _remember_buffers(buffers: dict[str, torch.Tensor]) -> Trace:
+    copies = {name: buffer.clone() for name, buffer in buffers.items()}
 
-
-def _remember_buffers(buffers: list[torch.Tensor]) -> Trace:
-    copies = [buffer.clone() for buffer in buffers]
-
+    @torch.no_grad()
     def forget() -> None:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+        for name, copy in copies.items():
+            buffers[name].copy_(copy)
 
-    return lambda: not all(map(torch.equal, buffers, copies)), forget
+    return lambda: not all(torch.equal(buffers[name], copy) for name, copy in copies.items()), forget
 
 
 def samples_of_metrics(owners: Iterable[Any]) -> int:

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
-from ddp_callbacks.comm.compression import check_compress
-from ddp_callbacks.comm.hooks import check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced
@@ -60,7 +58,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         batch_size: BatchSize,
         weight: Literal["cross_entropy"] | Weight | None,
         reduction: Reduction,
-        engine: dict[str, Any],
+        engine: EngineOptions,
         start_method: str | None,
         **of_lightning: Any,
     ) -> None:
@@ -72,10 +70,6 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         """
         check_batch_size(batch_size)
         check_weight(weight, reduction)
-        check_bucket_cap_mb(engine["bucket_cap_mb"])
-        check_compress(engine["compress"], engine["comm_hook"])
-        if engine["comm_hook"] is not None:
-            check_comm_hook(engine["comm_hook"])
         self._batch_size, self._weight, self._reduction, self._engine = batch_size, weight, reduction, engine
         self._cluster_environment: Any = None
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive

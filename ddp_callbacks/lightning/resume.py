@@ -31,7 +31,7 @@ from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning import _logged, _parts, _progress, loggers, own_state
+from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning.batches import give_loaders_back
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
@@ -50,7 +50,7 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
 
     def require_host(self) -> None:
         """Raise :class:`ImportError` if Lightning lacks a private name that only this callback uses."""
-        require(self.package, _logged.PRIVATE_OF_RESUME + _progress.PRIVATE, _progress.PRIVATE_OF_LOGGERS)
+        require(self.package, _progress.PRIVATE, _progress.PRIVATE_OF_LOGGERS)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the Trainer at the beginning of a run.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
+from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, check_optimizer, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_traces
@@ -50,11 +50,8 @@ class Skipping:
                 "manually, where training_step may return None, and takes steps itself. Leave out skip_batch, and look "
                 "at the loss before manual_backward."
             )
-        if any(isinstance(_parts.torch_optimizer(each), torch.optim.LBFGS) for each in optimizers):
-            raise ConfigurationError(
-                f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
-                "step and cannot continue without it. Leave out skip_batch, or use another optimizer."
-            )
+        for optimizer in optimizers:
+            check_optimizer(self._setting, _parts.torch_optimizer(optimizer))
 
     def close(self) -> None:
         """Report how many batches were skipped, if not each was reported."""

@@ -25,6 +25,7 @@ from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.lightning import _parts, loggers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
@@ -102,7 +103,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             batch_size,
             weight,
             reduction,
-            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -203,11 +204,13 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(held, room=1, **self._engine)
+                self._synchronizer = GradientSynchronizer(held, room=1, **vars(self._engine))
                 self._exit.callback(self._synchronizer.close)
             else:
-                options = {name: self._engine[name] for name in ("bucket_cap_mb", "compress")}
-                make = functools.partial(ParameterAverager, sync=self._sync, **options)
+                bucket_cap_mb, compress = self._engine.bucket_cap_mb, self._engine.compress
+                make = functools.partial(
+                    ParameterAverager, sync=self._sync, bucket_cap_mb=bucket_cap_mb, compress=compress
+                )
                 self._local = LocalSteps(self._trainer, held, make, self._exit)
         if self.world_size > 1:
             broadcast_parameters(held)

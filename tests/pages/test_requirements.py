@@ -27,8 +27,7 @@ from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
 OF_SOME_PROGRAMS = _parts.PRIVATE_OF_PREDICTIONS + _parts.PRIVATE_OF_REQUEUES + _parts.PRIVATE_OF_TUNER
-OF_RESUME = _logged.PRIVATE_OF_RESUME + _progress.PRIVATE
-OF_TRAINER = _parts.PRIVATE + OF_SOME_PROGRAMS + _logged.PRIVATE + OF_RESUME
+OF_TRAINER = _parts.PRIVATE + OF_SOME_PROGRAMS + _logged.PRIVATE + _progress.PRIVATE
 OF_FABRIC = _parts.PRIVATE_OF_BOTH + _parts.PRIVATE_OF_FABRIC + _progress.PRIVATE_OF_LOGGERS
 CONTRACTS = {
     _torch: _torch.PRIVATE,

@@ -20,6 +20,7 @@ from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import (
     Reduction,
@@ -77,7 +78,7 @@ class CallbackFabricMixin(ProcessesMixin):
             batch_size,
             weight,
             reduction,
-            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -87,7 +88,7 @@ class CallbackFabricMixin(ProcessesMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._models = Models(functools.partial(GradientSynchronizer, **self._engine))
+        self._models = Models(functools.partial(GradientSynchronizer, **vars(self._engine)))
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
         self._batches, self._losses = Batches(), LossWatch()
