@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
+
+Trace = tuple[Callable[[], bool], Callable[[], None]]
+"""Whether something has changed, and what undoes the change."""
 
 MESSAGE_NBYTES = 1 << 18
 """Tensors of at least this size are sent alone: packing them would cost more time and memory than a message."""
@@ -104,10 +107,26 @@ def _copy_buffers(buffers: dict[str, torch.Tensor], group: dist.ProcessGroup | N
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     """Yield the running means and variances that differ between the ranks."""
-    return (buffer for own in statistics_by_layer(module) for name, buffer in own.items() if name in _STATISTICS[:2])
+    return (buffer for own in _statistics_by_layer(module) for name, buffer in own.items() if name in _STATISTICS[:2])
 
 
-def statistics_by_layer(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def remember_statistics(module: torch.nn.Module) -> list[Trace]:
+    """Return, for each layer with running statistics of this rank, whether they have changed, and what undoes that."""
+    return [*map(_remember, _statistics_by_layer(module))]
+
+
+def _remember(statistics: dict[str, torch.Tensor]) -> Trace:
+    copies = {name: buffer.clone() for name, buffer in statistics.items()}
+
+    @torch.no_grad()
+    def forget() -> None:
+        for name, copy in copies.items():
+            statistics[name].copy_(copy)
+
+    return lambda: not all(torch.equal(statistics[name], copy) for name, copy in copies.items()), forget
+
+
+def _statistics_by_layer(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the running statistics of each layer that has some, with the number of its batches, by name.
 
     This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm`), whose statistics are equal.

@@ -6,7 +6,7 @@ loaders at once (``CombinedLoader``); then it has a share of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ddp_callbacks.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
-from ddp_callbacks.data.shares import BatchSize, Share, common_size
+from ddp_callbacks.data.shares import BatchSize, Share, common_size, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
@@ -70,11 +70,9 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, i
 
 def weigh(batch: Any, share: Share, weight_of: Weight | None, reduction: Reduction) -> tuple[float, float | None]:
     """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
-    if reduction == "sum":
-        return float(share.local > 0), 1.0
-    if weight_of is None:
-        return float(share.local), None if share.total is None else float(share.total)
-    return float(weight_of(batch)) if share.local else 0.0, None
+    if weight_of is None or reduction == "sum":
+        return loss_weight(share, reduction)
+    return loss_weight(share, reduction, weight_of(batch) if share.local else 0.0)
 
 
 @contextmanager
@@ -170,8 +168,10 @@ class Batches:
         return weigh(batch, share, self._weight_of, self._reduction)
 
 
-def give_loaders_back(loops: Iterable[Any]) -> None:
-    """Put the user's loaders back into Lightning's loops, and end the workers of the last passes."""
+def give_loaders_back(trainer: Any) -> None:
+    """Put the user's loaders back into the Trainer's loops, and end the workers of the last passes."""
+    fit_loop = trainer.fit_loop
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for combined in map(_parts.loader_of, loops):
         if combined is not None:
             combined.flattened = [_original(loader) for loader in combined.flattened]

@@ -18,10 +18,7 @@ from torchmetrics import Metric
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
-from ddp_callbacks.replicas import statistics_by_layer
-
-Trace = tuple[Callable[[], bool], Callable[[], None]]
-"""Whether something has changed, and what undoes the change."""
+from ddp_callbacks.replicas import Trace, remember_statistics
 
 
 class SyncedMetrics:
@@ -79,7 +76,7 @@ class SyncedMetrics:
 
 def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Trace]:
     """Return the traces that a step leaves from now on in the metrics, and in layers with statistics of this rank."""
-    return [*metrics.remember(), *map(_remember_buffers, statistics_by_layer(module))]
+    return [*metrics.remember(), *remember_statistics(module)]
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
@@ -99,17 +96,6 @@ def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callabl
             del value[length:]
 
     return undo
-
-
-def _remember_buffers(buffers: dict[str, torch.Tensor]) -> Trace:
-    copies = {name: buffer.clone() for name, buffer in buffers.items()}
-
-    @torch.no_grad()
-    def forget() -> None:
-        for name, copy in copies.items():
-            buffers[name].copy_(copy)
-
-    return lambda: not all(torch.equal(buffers[name], copy) for name, copy in copies.items()), forget
 
 
 def samples_of_metrics(owners: Iterable[Any]) -> int:

@@ -27,7 +27,7 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.checkpoints.resume import load_buffers
+from ddp_callbacks.checkpoints.module_state import load_module, save_module
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
 from ddp_callbacks.data.attributes import Checksums, changed
 from ddp_callbacks.errors import ConfigurationError
@@ -53,7 +53,7 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
     return logs | {
         "trainer": _progress.trainer_state(trainer),
         "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
-        "module": _save_module(trainer),
+        "module": save_module(trainer.lightning_module, _has_gradients(trainer)),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
         "optimizers": _save_optimizers(trainer),
@@ -77,7 +77,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     _load_logs(_logged.results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
     _load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
-    _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
+    load_module(module, states.of("module"), states.of("strategy").of("trained").of_ranks)
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
         for optimizer, state in zip(trainer.optimizers[1:], own["optimizers"], strict=False):
@@ -153,36 +153,6 @@ def _merged_states(metric: Metric, by_rank: LocalStates, index: int) -> dict[str
     return found
 
 
-# --- the module, beside its parameters -----------------------------------------------------------------------------
-
-
-def _save_module(trainer: Any) -> dict[str, Any]:
-    """Return the module's state on this rank, between two batches. Local."""
-    module = trainer.lightning_module
-    return {
-        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
-        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "modes": [part.training for part in module.modules()],
-        "gradients": _gradients(trainer),
-    }
-
-
-def _load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> None:
-    """Inverse of :func:`_save_module`. Local.
-
-    Args:
-        weights: The weight of each rank of ``states`` in the average of running statistics.
-    """
-    module, own = trainer.lightning_module, states.mine
-    load_buffers(module, states.of("buffers"), weights)
-    for part, training in zip(module.modules(), own["modes"], strict=False):
-        part.training = training
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in own["frozen"])
-        saved = own["gradients"].get(name)
-        parameter.grad = None if saved is None else saved.to(parameter.device)
-
-
 def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
     """Return the states of the optimizers that the averager does not save; only with local steps. Local."""
     if not trainer.strategy.takes_local_steps:
@@ -190,10 +160,8 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
     return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
 
 
-def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that an optimizer's next step may use, and that the gradient engine does not save."""
-    module = trainer.lightning_module
-    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
-        return {}
-    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
-    return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+def _has_gradients(trainer: Any) -> bool:
+    """Whether an optimizer's next step may use gradients that the gradient engine does not save."""
+    if not trainer.lightning_module.automatic_optimization:
+        return True
+    return bool(trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer))

@@ -18,7 +18,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.batches import Batches, give_loaders_back, joint_loss, weighed_backward
+from ddp_callbacks.lightning.batches import Batches, joint_loss, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -40,7 +40,10 @@ SKIPPED = object()
 
 
 class Run:
-    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics."""
+    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics.
+
+    It lasts until ``replacements`` are undone.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Run:
         local: LocalSteps | None,
         synchronizer: GradientSynchronizer | None,
         verify: Verify | None,
+        replacements: Replacements,
     ) -> None:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
@@ -59,7 +63,7 @@ class Run:
         self._checks: ReplicaChecks | None = None
         if synchronizer is not None:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
-        self._exit = Replacements()
+        self._exit = replacements
         self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding)
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
@@ -71,7 +75,6 @@ class Run:
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
-        self._loops = (trainer.fit_loop, *_logged.loops_with_results(trainer)[1:], trainer.predict_loop)
         for loop in _logged.loops_with_results(trainer):
             _logged.replace_results(loop, lambda training: results(training, trainer, batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
@@ -88,11 +91,6 @@ class Run:
         if trainer.predicting:
             Predictions(trainer, self._exit)
 
-    def close(self) -> None:
-        """Restore Lightning's objects, the user's loaders and the module's layers, and end the loaders' workers."""
-        self._exit.close()
-        give_loaders_back(self._loops)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
         return {"trained": self._trained, "wants_to_stop": "stop" in self.decisions.wishes}
@@ -108,7 +106,7 @@ class Run:
             self.decisions.wishes.add("stop")
 
     def synchronize_batch_norm(self) -> None:
-        """Let the module's BatchNorm layers normalize by the whole batch until :meth:`close`. A collective."""
+        """Let the module's BatchNorm layers normalize by the whole batch during the run. A collective."""
         layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
         self._exit.callback(layers.close)
         self._syncs_batch_norm = True

@@ -27,7 +27,7 @@ from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.lightning import _parts, loggers
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
@@ -65,9 +65,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     model: Any
     chosen_by: Any = None  # the callback that has made the strategy
     results_class: Callable[..., JointResults]
-    _sync: Sync
-    _skip_batch: SkipBatch | None
-    on_divergence: OnDivergence
     _divides = True  # use_distributed_sampler, as the user has set it
     places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
     _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
@@ -180,7 +177,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Begin a run: compare the processes, broadcast rank 0's parameters, add gradient hooks. A collective."""
         refuse_plugin(self.precision_plugin)
         check_sync(self._sync, sync_batchnorm=self._syncs_batch_norm)
-        self._take_trainer(trainer)
         if trainer.state.fn == "fit" and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         super(self.ddp_strategy, self).setup(trainer)
@@ -216,8 +212,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             broadcast_parameters(held)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             batches = Batches(weight, self._reduction, sums_weights=self._local is None)
-            self._run = Run(self._trainer, held, batches, self._local, self._synchronizer, self._verify)
-            self._exit.callback(self._run.close)
+            self._run = Run(self._trainer, held, batches, self._local, self._synchronizer, self._verify, self._exit)
             if self._syncs_batch_norm and not self._trainer.predicting:  # in predictions, a rank has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
@@ -234,7 +229,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         self._of_callbacks = []
 
     def teardown(self) -> None:
-        """End a run: remove hooks, and restore metrics and BatchNorm layers."""
+        """End a run: remove hooks, and restore Lightning's objects, the user's loaders and the module's layers."""
+        if self._run is not None or self.resume is not None:
+            give_loaders_back(self._trainer)
         self._close()
         self.end_resuming()
         self._met.close()
@@ -262,14 +259,14 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Return this rank's part of a loader. A collective. Outside of a run, return the loader itself."""
         if self._trainer is None or self._trainer.state.stage is None:
             return dataloader
+        name, needed = str(self._trainer.state.stage.dataloader_prefix), 1
         if not self._divides:
-            return dataloader if self.resume is None else self.resume.take_undivided(self._stage_name(), dataloader)
+            return dataloader if self.resume is None else self.resume.take_undivided(name, dataloader)
         if self.resume is None and self.world_size == 1:
             return dataloader
         # If all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
-        name, needed = self._stage_name(), 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
         needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
@@ -297,9 +294,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return reduce(tensor, reduce_op, group)
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _stage_name(self) -> str:
-        return str(self._trainer.state.stage.dataloader_prefix)
 
     def _is_alone(self) -> bool:
         """Whether this rank must communicate with no other: there is no process group, or this rank has failed.
