@@ -18,7 +18,7 @@ from torchbearer.callbacks import AggregatePredictions, CallbackList
 from ddp_callbacks.checkpoints import LocalStates as LocalStates
 from ddp_callbacks.comm.held import Held, optimizers_in, trained_by
 from ddp_callbacks.cross_entropy import cross_entropy_weight
-from ddp_callbacks.data.shares import Share, common_size, loss_weight
+from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
@@ -170,7 +170,9 @@ class LossWeight:
             state: The Trial's state, after the loss is computed.
         """
         own = None if self.reduction(state) == "sum" else self._weight(state)
-        return loss_weight(share_of(state), self.reduction(state), own)
+        if own is None:
+            return self.of_samples(state)
+        return (float(own) if share_of(state).local else 0.0), None
 
     def of_samples(self, state: State) -> tuple[float, float | None]:
         """Return the same from the numbers of samples alone, before the loss is computed. Local.
@@ -178,7 +180,10 @@ class LossWeight:
         Args:
             state: The Trial's state.
         """
-        return loss_weight(share_of(state), self.reduction(state))
+        share = share_of(state)
+        if self.reduction(state) == "sum":
+            return float(share.local > 0), 1.0
+        return float(share.local), None if share.total is None else float(share.total)
 
 
 def _weight_by_criterion(state: State) -> float | torch.Tensor | None:

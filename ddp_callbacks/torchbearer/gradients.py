@@ -15,12 +15,11 @@ from torch.autograd.graph import Node
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.comm.hooks import CommHook
+from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.skipping import BadBatches, check_optimizer, check_skip_batch, fault_of
+from ddp_callbacks.data.skipping import BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.gradients.options import EngineOptions
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
@@ -117,11 +116,19 @@ class AllReduceGradients(WeighsLoss):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
+        check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, comm_hook)
         check_verify(verify, "every_step")
         check_skip(skip_batch, "every_step")
-        self._make: Callable[[torch.nn.Module], GradientSynchronizer] = functools.partial(
-            GradientSynchronizer, **vars(options), process_group=process_group
+        if comm_hook is not None:
+            check_comm_hook(comm_hook)
+        self._make = functools.partial(
+            GradientSynchronizer,
+            bucket_cap_mb=bucket_cap_mb,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            compress=compress,
+            process_group=process_group,
         )
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
@@ -149,8 +156,11 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        if self._skip_batch is not None:
-            check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])
+        if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
+            raise ConfigurationError(
+                'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
+                "and cannot continue without it. Leave out skip_batch, or use another optimizer."
+            )
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
