@@ -13,8 +13,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 from ddp_callbacks.checkpoints.resume import ARGUMENTS
-from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
+from ddp_callbacks.lightning import _logged, _parts, _torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
 from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
@@ -22,6 +21,7 @@ from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 from ddp_callbacks.lightning.processes import NAMES
 from ddp_callbacks.lightning.resume import ResumeMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.versions import require_names
 
 # Return types are left out: jsonargparse takes a function that returns a class for a factory of its objects.
 _FUNCTIONS: dict[str, Any] = {
@@ -176,7 +176,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
         ImportError: The installed version lacks something.
     """
     require(name, _parts.PRIVATE + _logged.PRIVATE, _parts.PRIVATE_OF_BOTH)
-    require_torchmetrics()
+    require_names("torchmetrics", _torchmetrics.PRIVATE)
     strategies = importlib.import_module(f"{ROOTS[name]}.strategies")
     base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback
     let_callbacks_choose(importlib.import_module(ROOTS[name]).Trainer)
