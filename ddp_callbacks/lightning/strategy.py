@@ -67,7 +67,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     results_class: Callable[..., JointResults]
     _divides = True  # use_distributed_sampler, as the user has set it
     places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
-    _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
         self,
@@ -190,11 +189,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()
-        loaded, self._loaded = self._loaded, (None, "")
         if self.world_size > 1 or self.resume is not None:
             _refuse_steps_that_draw(self.lightning_module)
         if self.world_size > 1:
-            require_same_checkpoint(*loaded)
             settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
             _require_same_run(self._trainer, model, settings | {"on_divergence": self.on_divergence})
         held = Held(model, trained=self._trained_now)
@@ -245,14 +242,17 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Like Lightning's, but rank 0 reads the file for processes that lack it. A collective.
 
-        All processes must have loaded the same checkpoint when the run begins.
+        Raises:
+            MismatchError: The processes' files have different content.
         """
         load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
-        checkpoint = load() if self._is_alone() else load_on_all(load, checkpoint_path, weights_only)
-        if self.world_size > 1 and isinstance(checkpoint, dict):
+        if self._is_alone():
+            return load()
+        checkpoint = load_on_all(load, checkpoint_path, weights_only)
+        if isinstance(checkpoint, dict):
             counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
             state = [checkpoint.get(name) for name in _RESUMED]
-            self._loaded = describe_checkpoint(state, **counters), str(checkpoint_path)
+            require_same_checkpoint(describe_checkpoint(state, **counters), str(checkpoint_path))
         return checkpoint
 
     def process_dataloader(self, dataloader: object) -> object:
