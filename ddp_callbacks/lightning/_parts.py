@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 
-# Methods that this library replaces during a run.
+# Methods and attributes that this library replaces during a run.
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
 HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
 HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # of the signal connector
@@ -18,6 +18,7 @@ PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # of the prediction loop
 RESUME_START = "resume_start"  # of the checkpoint connector
+VALIDATION_INTERVAL = "_val_check_time_interval"  # of the Trainer, in seconds
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelCheckpoint and EarlyStopping read
 
 # The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
@@ -193,12 +194,7 @@ def tear_down(trainer: Any) -> None:
 
 def validation_interval(trainer: Any) -> Any:
     """Return the seconds between validations, if time decides when to validate; otherwise ``None``."""
-    return getattr(trainer, "_val_check_time_interval", None)
-
-
-def set_validation_interval(trainer: Any, seconds: float) -> None:
-    """Set the seconds between validations; infinity leaves it to :func:`set_last_validation`."""
-    trainer._val_check_time_interval = seconds
+    return getattr(trainer, VALIDATION_INTERVAL)
 
 
 def last_validation(trainer: Any) -> Any:

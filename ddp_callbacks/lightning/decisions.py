@@ -40,7 +40,7 @@ class Decisions:
         self._warning: int = signal.SIGUSR1  # the signal that asked for a requeue
         self._interval = _parts.validation_interval(trainer)  # seconds, if time decides when to validate
         if self._interval is not None:
-            _parts.set_validation_interval(trainer, math.inf)  # never, until the ranks agree
+            replacements.set(trainer, _parts.VALIDATION_INTERVAL, math.inf)  # never, until the ranks agree
         connector = _parts.connector(trainer, "signal")
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
@@ -48,12 +48,7 @@ class Decisions:
         if _parts.requeues(trainer):
             require(trainer.strategy.package, _parts.PRIVATE_OF_REQUEUES)
             replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
-        replacements.callback(self._close)
-
-    def _close(self) -> None:
-        self._agreement.close()
-        if self._interval is not None:
-            _parts.set_validation_interval(self._trainer, self._interval)
+        replacements.callback(lambda: self._agreement.close())
 
     def pass_moment(self) -> None:
         """Act on what any rank wants, if no rank has passed this moment. All ranks must call it at the same moments.

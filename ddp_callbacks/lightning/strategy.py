@@ -246,10 +246,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             MismatchError: The processes' files have different content.
         """
         load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
-        if self._is_alone():
-            return load()
-        checkpoint = load_on_all(load, checkpoint_path, weights_only)
-        if isinstance(checkpoint, dict):
+        is_alone = self._is_alone()
+        checkpoint: dict[str, Any] = load() if is_alone else load_on_all(load, checkpoint_path, weights_only)
+        if not is_alone and isinstance(checkpoint, dict):
             counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
             state = [checkpoint.get(name) for name in _RESUMED]
             require_same_checkpoint(describe_checkpoint(state, **counters), str(checkpoint_path))
