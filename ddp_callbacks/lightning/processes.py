@@ -206,14 +206,10 @@ def reduce(tensor: torch.Tensor, reduce_op: Any, group: Any = None) -> torch.Ten
 
 
 def _operation(reduce_op: Any) -> str:
-    if reduce_op is None:
-        return "sum"
-    for name in ("AVG", "SUM", "MIN", "MAX", "PRODUCT"):
-        if reduce_op == getattr(dist.ReduceOp, name) or str(reduce_op).upper() == name:
-            return "mean" if name == "AVG" else name.lower()
-    if str(reduce_op).lower() == "mean":
-        return "mean"
-    raise ConfigurationError(f"reduce_op must be one of mean, sum, min, max and product, got {reduce_op!r}.")
+    name = "sum" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()  # a ReduceOp is "RedOpType.SUM"
+    if name not in ("avg", "mean", "sum", "min", "max", "product"):
+        raise ConfigurationError(f"reduce_op must be one of mean, sum, min, max and product, got {reduce_op!r}.")
+    return "mean" if name == "avg" else name
 
 
 def refuse_plugin(plugin: object) -> None:

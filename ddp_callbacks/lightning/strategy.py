@@ -46,7 +46,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
-from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
+from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
@@ -200,11 +200,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
                 self._synchronizer = GradientSynchronizer(held, room=1, **vars(self._engine))
                 self._exit.callback(self._synchronizer.close)
             else:
-                bucket_cap_mb, compress = self._engine.bucket_cap_mb, self._engine.compress
-                make = functools.partial(
-                    ParameterAverager, sync=self._sync, bucket_cap_mb=bucket_cap_mb, compress=compress
-                )
-                self._local = LocalSteps(self._trainer, held, make, self._exit)
+                self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)
         if self.world_size > 1:
             broadcast_parameters(held)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
