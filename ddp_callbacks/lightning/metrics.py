@@ -22,22 +22,22 @@ from ddp_callbacks.replicas import Trace, remember_statistics
 
 
 class SyncedMetrics:
-    """The torchmetrics of a module and of the Trainer's callbacks, while a Trainer runs.
+    """The torchmetrics of a module and of the Trainer's callbacks, until ``replacements`` are undone.
 
     Args:
         owners: Modules, and other objects whose attributes may be metrics.
         is_padding: Returns whether this rank is computing a padding batch, whose states must not be merged.
     """
 
-    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
+    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool], replacements: Replacements) -> None:
         self._metrics = metrics_of(owners)
         self._always = {id(metric) for metric in self._metrics if metric.dist_sync_on_step}
         self._is_padding = is_padding
         self._of_batch: dict[int, dict[str, Any]] = {}  # by metric: the states of the last forward
-        self._exit = Replacements()
+        replacements.callback(self.watch_steps, lambda metric: False)
         for metric in self._metrics:
             if metric.dist_sync_fn is None and not isinstance(vars(metric).get(SYNC), Replaced):
-                self._exit.replace(metric, SYNC, functools.partial(self._sync, metric))
+                replacements.replace(metric, SYNC, functools.partial(self._sync, metric))
 
     @property
     def meet_in_forward(self) -> bool:
@@ -53,11 +53,6 @@ class SyncedMetrics:
     def batch_states(self, metric: Metric) -> dict[str, Any]:
         """Return the states of the last ``forward``, as the ranks send them; empty if they were not kept."""
         return self._of_batch.get(id(metric), {})
-
-    def close(self) -> None:
-        """Restore the metrics' own settings."""
-        self.watch_steps(lambda metric: False)
-        self._exit.close()
 
     def remember(self) -> list[Trace]:
         """Return a trace for each metric: whether it is updated after this call."""

@@ -64,8 +64,7 @@ class Run:
         if synchronizer is not None:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = replacements
-        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding)
-        self._exit.callback(self.metrics.close)
+        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # ends a padding batch

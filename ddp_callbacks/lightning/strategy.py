@@ -209,8 +209,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             if self._syncs_batch_norm and not self._trainer.predicting:  # in predictions, a rank has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
-            self._skipping = Skipping(self._trainer, self._skip_batch, self._run)
-            self._exit.callback(self._skipping.close)
+            self._skipping = Skipping(self._trainer, self._skip_batch, self._run, self._exit)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:

@@ -37,7 +37,7 @@ from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.metrics import SyncedMetrics, metrics_of_program, remember_padding
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
@@ -296,7 +296,7 @@ class CallbackFabricMixin(ProcessesMixin):
 
 def _synced(metrics: list[Metric]) -> SyncedMetrics:
     """Let metrics merge their states by this package's messages from now on."""
-    return SyncedMetrics(metrics, is_padding=lambda: False)
+    return SyncedMetrics(metrics, lambda: False, Replacements())
 
 
 def _plain(value: Any) -> Any:
