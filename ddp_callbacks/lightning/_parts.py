@@ -23,7 +23,7 @@ MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelC
 
 # The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
-    "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
+    "core.module:LightningModule.__init__ uses _current_fx_name",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
@@ -124,11 +124,6 @@ def requeue(trainer: Any, number: int) -> None:
     """Do what Lightning does at Slurm's warning, signal ``number``: save a checkpoint and requeue the job."""
     handler = connector(trainer, "signal")
     type(handler)._slurm_sigusr_handler_fn(handler, number, None)
-
-
-def trainer_of(module: Any) -> Any:
-    """Return the Trainer that runs a module, or ran it last; ``None`` if none has."""
-    return vars(module).get("_trainer")
 
 
 def is_asked_by_loop(trainer: Any) -> bool:

@@ -135,8 +135,10 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def connect(self, model: Any) -> None:
         """Begin a run: from now on divide loaders, also those that a hook requests before :meth:`setup`."""
         super().connect(model)
-        if _parts.trainer_of(model) is not None:
-            self._take_trainer(model.trainer)
+        if self._trainer is not model.trainer:
+            self._trainer, connector = model.trainer, _parts.connector(model.trainer, "accelerator")
+            self._divides = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 
     def setup_distributed(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
@@ -305,12 +307,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def _trained_now(self) -> list[torch.nn.Parameter]:
         return [] if self._of_callbacks is None else trained_by([*self.optimizers, *self._of_callbacks])
-
-    def _take_trainer(self, trainer: Any) -> None:
-        if self._trainer is not trainer:
-            connector = _parts.connector(trainer, "accelerator")
-            self._trainer, self._divides = trainer, connector.use_distributed_sampler
-            connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 
     def _close(self) -> None:
         self._exit.close()
