@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,9 +24,13 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
+Trace = tuple[Callable[[], bool], Callable[[], None]]
+"""Whether something has changed, and what undoes the change."""
+
 MESSAGE_NBYTES = 1 << 18
 """Tensors of at least this size are sent alone: packing them would cost more time and memory than a message."""
 _PACKED = 64  # number of smaller tensors per message
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BUFFERS = "the model's buffers"
 _FOLLOWS = (
     "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object), or register it with "
@@ -102,17 +106,35 @@ def _copy_buffers(buffers: dict[str, torch.Tensor], group: dist.ProcessGroup | N
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """Yield the running means and variances that differ between the ranks.
+    """Yield the running means and variances that differ between the ranks."""
+    return (buffer for own in _statistics_by_layer(module) for name, buffer in own.items() if name in _STATISTICS[:2])
+
+
+def remember_statistics(module: torch.nn.Module) -> list[Trace]:
+    """Return, for each layer with running statistics of this rank, whether they have changed, and what undoes that."""
+    return [*map(_remember, _statistics_by_layer(module))]
+
+
+def _remember(statistics: dict[str, torch.Tensor]) -> Trace:
+    copies = {name: buffer.clone() for name, buffer in statistics.items()}
+
+    @torch.no_grad()
+    def forget() -> None:
+        for name, copy in copies.items():
+            statistics[name].copy_(copy)
+
+    return lambda: not all(torch.equal(statistics[name], copy) for name, copy in copies.items()), forget
+
+
+def _statistics_by_layer(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the running statistics of each layer that has some, with the number of its batches, by name.
 
     This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm`), whose statistics are equal.
     """
     for layer in module.modules():
-        if getattr(layer, "is_synchronized", False):
-            continue
-        own = dict(layer.named_buffers(recurse=False))
-        for name in ("running_mean", "running_var"):
-            if name in own:
-                yield own[name]
+        own = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if name in _STATISTICS}
+        if own and not getattr(layer, "is_synchronized", False):
+            yield own
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:

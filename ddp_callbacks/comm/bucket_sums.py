@@ -18,12 +18,12 @@ from ddp_callbacks.process_group.failures import Launched, enter, launching, wai
 
 
 @dataclass(frozen=True)
-class Options:
+class EngineOptions:
     """How gradients are sent.
 
     Attributes:
         bucket_cap_mb: The size in MiB at which a bucket is launched.
-        hook, hook_state: The user's communication hook and its state, or ``None``.
+        comm_hook, comm_state: The user's communication hook and its state, or ``None``.
         compress: How to send less between nodes.
 
     Raises:
@@ -31,15 +31,15 @@ class Options:
     """
 
     bucket_cap_mb: float
-    hook: CommHook | None
-    hook_state: Any
+    comm_hook: CommHook | None
+    comm_state: Any
     compress: Compress
 
     def __post_init__(self) -> None:
         check_bucket_cap_mb(self.bucket_cap_mb)
-        check_compress(self.compress, self.hook)
-        if self.hook is not None:
-            check_comm_hook(self.hook)
+        check_compress(self.compress, self.comm_hook)
+        if self.comm_hook is not None:
+            check_comm_hook(self.comm_hook)
 
 
 class BucketSums:
@@ -56,30 +56,30 @@ class BucketSums:
         options: How to send them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, devices: list[torch.device], options: Options) -> None:
+    def __init__(self, group: dist.ProcessGroup, devices: list[torch.device], options: EngineOptions) -> None:
         self.group, self.options = group, options
-        self.divisor = 1 if options.hook is None else group.size()
-        if options.hook is None:
+        self.divisor = 1 if options.comm_hook is None else group.size()
+        if options.comm_hook is None:
             self._all_reduce = choose_all_reduce(group, devices, DTYPES[options.compress])
             self.allocate = self._all_reduce.allocate
         else:
-            self.allocate = getattr(options.hook, "allocate", allocate)
+            self.allocate = getattr(options.comm_hook, "allocate", allocate)
 
     def can_carry_metadata(self, bucket: Bucket) -> bool:
         """Whether metadata can be summed with this bucket's gradients."""
         first = bucket.pool.parameters[0]
         is_plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-        return is_plain and self.options.hook is None and self._all_reduce.exact
+        return is_plain and self.options.comm_hook is None and self._all_reduce.exact
 
     def launch(self, bucket: Bucket, metadata: torch.Tensor | None = None, is_last: bool = False) -> None:
         """Start to sum a filled bucket, and ``metadata`` behind its gradients. Does not block."""
         assert bucket.memory is not None
         flat = bucket.memory.flat[: bucket.memory.numel]
-        if self.options.hook is not None:
+        if self.options.comm_hook is not None:
             grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
             with launching(bucket.doing, self.group):
-                future = self.options.hook(self.options.hook_state, grad_bucket)
+                future = self.options.comm_hook(self.options.comm_state, grad_bucket)
                 bucket.sum = FutureWork(future, flat, self.group, bucket.doing)
             return
         if metadata is not None:

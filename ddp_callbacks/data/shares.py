@@ -42,6 +42,20 @@ class Share:
         return Share(self.local + other.local, total)
 
 
+def loss_weight(share: Share, reduction: str, mean_over: Any = None) -> tuple[float, float | None]:
+    """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local.
+
+    Args:
+        reduction: ``"mean"`` or ``"sum"``.
+        mean_over: The number that the loss is the mean over; ``None``: the samples.
+    """
+    if reduction == "sum":
+        return float(share.local > 0), 1.0
+    if mean_over is None:
+        return float(share.local), None if share.total is None else float(share.total)
+    return float(mean_over) if share.local else 0.0, None
+
+
 def check_batch_size(batch_size: str) -> None:
     """Raise :class:`ConfigurationError` unless ``batch_size`` is one of :data:`BATCH_SIZES`."""
     if batch_size not in BATCH_SIZES:

@@ -67,6 +67,15 @@ def check_skip_batch(skip_batch: str | None, sync: object) -> None:
         )
 
 
+def check_optimizer(skip_batch: str, optimizer: object) -> None:
+    """Raise :class:`ConfigurationError` if an optimizer computes the loss repeatedly, as LBFGS does."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            f'skip_batch="{skip_batch}" does not work with LBFGS, which computes the loss several times per step and '
+            "cannot continue without it. Leave out skip_batch, or use another optimizer."
+        )
+
+
 def fault_of(loss: torch.Tensor) -> Fault:
     """Return whether a loss is NaN or infinite. Waits for the loss's GPU."""
     if bool(torch.isfinite(loss).all()):

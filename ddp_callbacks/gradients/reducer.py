@@ -82,7 +82,7 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Continue in place of a reducer of other parameters. Local."""
-        if self._sums.options.hook is not None and self.layout() != before.layout():
+        if self._sums.options.comm_hook is not None and self.layout() != before.layout():
             raise ConfigurationError(
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import BucketSums, Options
+from ddp_callbacks.comm.bucket_sums import BucketSums, EngineOptions
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.hooks import CommHook
@@ -87,7 +87,7 @@ class GradientSynchronizer:
         process_group: dist.ProcessGroup | None = None,
         room: int = 0,
     ) -> None:
-        self._options = Options(bucket_cap_mb, comm_hook, comm_state, compress)
+        self._options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
         self.room = room
         self.times = StepTimes()
         self._module = module
@@ -133,7 +133,7 @@ class GradientSynchronizer:
 
     def _require_same_way(self) -> None:
         """Raise if the ranks would sum different buckets, or use different all-reduces, and deadlock. A collective."""
-        options, hook = self._options, self._options.hook
+        options, hook = self._options, self._options.comm_hook
         name = None if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
         settings = {
             **parameter_settings(self._module),

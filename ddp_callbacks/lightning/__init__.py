@@ -21,13 +21,13 @@ few steps and at the moments in ``local_steps``, and meet only then.
 Logged values wait as ``rows`` until the ranks join them; ``logs`` says when.
 
 With the callback ``Resume`` a fit can stop and resume at the next batch. ``resume`` reads and writes the file.
-``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, ``saved_metrics``
-and the module's attributes. ``recovery`` begins a call again without processes that died.
+``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, metrics and the
+module's attributes. ``recovery`` begins a call again without processes that died.
 
-Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning; ``_lightning`` checks that they exist.
+Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning, and list them.
 
-``packages`` checks which package is there, and ``package`` makes ``classes`` for it. ``callback`` chooses the strategy
-when a Trainer is made. ``reductions`` has the strategies' reductions for users.
+``packages`` checks which package is there, and that it has these names; ``classes`` makes the classes for it.
+``callback`` chooses the strategy when a Trainer is made.
 """
 
 import sys

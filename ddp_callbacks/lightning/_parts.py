@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-from ddp_callbacks.lightning.packages import FABRIC, ROOTS
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 
-# Methods that this library replaces during a run.
+# Methods and attributes that this library replaces during a run.
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
 HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
 HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # of the signal connector
@@ -18,11 +18,12 @@ PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # of the prediction loop
 RESUME_START = "resume_start"  # of the checkpoint connector
+VALIDATION_INTERVAL = "_val_check_time_interval"  # of the Trainer, in seconds
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelCheckpoint and EarlyStopping read
 
 # The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
-    "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
+    "core.module:LightningModule.__init__ uses _current_fx_name",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
@@ -37,10 +38,8 @@ PRIVATE = (
     f"trainer.connectors.checkpoint_connector:_CheckpointConnector.{RESUME_START}(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
-    f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
     f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
     f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
-    "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
     "loops.fit_loop:_FitLoop._skip_backward",
@@ -48,9 +47,6 @@ PRIVATE = (
     f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
-    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
-    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
     "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
     # the strategy
     "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
@@ -59,11 +55,17 @@ PRIVATE = (
     "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
 
-# The same below ``lightning.fabric``, for names that both Trainers and Fabric use.
-PRIVATE_OF_BOTH = (
-    "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
-    "utilities.imports:_IS_INTERACTIVE",
+# The same for what some programs use, checked when they do.
+PRIVATE_OF_PREDICTIONS = (
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
 )
+PRIVATE_OF_REQUEUES = (f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",)
+PRIVATE_OF_TUNER = ("tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",)
+
+# The same below ``lightning.fabric``, for names that both Trainers and Fabric use.
+PRIVATE_OF_BOTH = ("utilities.data:_auto_add_worker_init_fn(dataloader, rank)",)
 
 # The same for names that only Fabric's strategy uses.
 PRIVATE_OF_FABRIC = (
@@ -100,11 +102,6 @@ def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
     return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
 
 
-def is_interactive(package: str) -> bool:
-    """Whether the program runs in a notebook or an interactive Python shell."""
-    return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
-
-
 # --- the Trainer's parts -------------------------------------------------------------------------------------------
 
 
@@ -118,15 +115,15 @@ def connector(trainer: Any, kind: Literal["accelerator", "checkpoint", "data", "
     return getattr(trainer, f"_{kind}_connector")
 
 
+def requeues(trainer: Any) -> bool:
+    """Whether Lightning requeues the job at Slurm's warning."""
+    return bool(getattr(trainer._accelerator_connector.cluster_environment, "auto_requeue", False))
+
+
 def requeue(trainer: Any, number: int) -> None:
     """Do what Lightning does at Slurm's warning, signal ``number``: save a checkpoint and requeue the job."""
     handler = connector(trainer, "signal")
     type(handler)._slurm_sigusr_handler_fn(handler, number, None)
-
-
-def trainer_of(module: Any) -> Any:
-    """Return the Trainer that runs a module, or ran it last; ``None`` if none has."""
-    return vars(module).get("_trainer")
 
 
 def is_asked_by_loop(trainer: Any) -> bool:
@@ -146,6 +143,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 def compares_losses(callback: Any) -> bool:
     """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
+    if ".tuner." in (home := type(callback).__module__):
+        require(home.partition(".")[0], PRIVATE_OF_TUNER)
     return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
 
 
@@ -157,15 +156,20 @@ def loader_of(loop: Any) -> Any:
     return loop._combined_loader
 
 
-def active_loader(trainer: Any) -> Any:
-    """Return the ``CombinedLoader`` of the running loop."""
-    return trainer._active_loop._combined_loader
+def active_loop(trainer: Any) -> Any:
+    """Return the running loop."""
+    return trainer._active_loop
 
 
-def loaders_of_batch(combined: Any, dataloader_idx: int) -> list[Any]:
-    """Return the loaders that a batch of a ``CombinedLoader`` comes from."""
-    loaders = list(combined.flattened)
-    return loaders[dataloader_idx : dataloader_idx + 1] if combined._mode == "sequential" else loaders
+def loaders_of(loop: Any) -> list[Any]:
+    """Return the loaders of a loop; none before the loop has set up its data."""
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def loaders_of_batch(loop: Any, dataloader_idx: int) -> list[Any]:
+    """Return the loaders that a batch of a loop comes from."""
+    is_sequential = loop._combined_loader._mode == "sequential"
+    return loaders_of(loop)[dataloader_idx : dataloader_idx + 1] if is_sequential else loaders_of(loop)
 
 
 def skips_backward(trainer: Any) -> bool:
@@ -185,14 +189,14 @@ def tear_down(trainer: Any) -> None:
 
 def validation_interval(trainer: Any) -> Any:
     """Return the seconds between validations, if time decides when to validate; otherwise ``None``."""
-    return getattr(trainer, "_val_check_time_interval", None)
+    return getattr(trainer, VALIDATION_INTERVAL)
 
 
 def last_validation(trainer: Any) -> Any:
-    """Return the time of the last validation, by ``time.monotonic()``. Only if time decides when to validate."""
+    """Return the time of the last validation, or of the start, by ``time.monotonic()``. Only if time decides."""
     return trainer._last_val_time
 
 
 def set_last_validation(trainer: Any, time: float) -> None:
-    """Set the time of the last validation, with which Lightning compares its clock."""
+    """Set the time of the last validation. Minus infinity lets Lightning validate after the next batch."""
     trainer._last_val_time = time

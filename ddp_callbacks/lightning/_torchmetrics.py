@@ -13,8 +13,6 @@ import torch
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from ddp_callbacks.versions import require_names
-
 _OF_FORWARD = ("_is_synced", "_should_unsync", "_to_sync", "_enable_grad")
 SYNC = "_sync_dist"  # the method that merges the ranks' states
 
@@ -28,11 +26,6 @@ PRIVATE = (
     "torchmetrics:Metric._wrap_compute(self, compute)",
     "torchmetrics:Metric.sync uses _copy_state_dict, _sync_dist",
 )
-
-
-def require_torchmetrics() -> None:
-    """Raise :class:`ImportError` if torchmetrics lacks a private name, naming the versions that have it."""
-    require_names("torchmetrics", PRIVATE)
 
 
 # --- values -------------------------------------------------------------------------------------------------------

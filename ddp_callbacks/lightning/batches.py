@@ -6,7 +6,7 @@ loaders at once (``CombinedLoader``); then it has a share of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ddp_callbacks.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
-from ddp_callbacks.data.shares import BatchSize, Share, common_size
+from ddp_callbacks.data.shares import BatchSize, Share, common_size, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
@@ -70,11 +70,9 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, i
 
 def weigh(batch: Any, share: Share, weight_of: Weight | None, reduction: Reduction) -> tuple[float, float | None]:
     """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
-    if reduction == "sum":
-        return float(share.local > 0), 1.0
-    if weight_of is None:
-        return float(share.local), None if share.total is None else float(share.total)
-    return float(weight_of(batch)) if share.local else 0.0, None
+    if weight_of is None or reduction == "sum":
+        return loss_weight(share, reduction)
+    return loss_weight(share, reduction, weight_of(batch) if share.local else 0.0)
 
 
 @contextmanager
@@ -95,8 +93,15 @@ def weighed_backward(
         undo()
 
 
-def joint_loss(loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
-    """Return the loss of the whole batch, computed from the losses of the parts. A collective."""
+def joint_loss(closure: Callable[[], Any], weight_and_total: Callable[[], tuple[float, float]]) -> Any:
+    """Return the loss of the whole batch, computed from those that ``closure`` returns for the parts. A collective.
+
+    If ``closure`` returns ``None``, so does this.
+    """
+    loss = closure()
+    if loss is None:
+        return None
+    weight, total = weight_and_total()
     part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over no sample is NaN
     joined = sum(all_gather_object(part, "the loss"))
     return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
@@ -119,7 +124,9 @@ class Batches:
 
     def __init__(self, weight: Weight | None, reduction: Reduction, sums_weights: bool) -> None:
         self._weight_of, self._reduction, self._sums_weights = weight, reduction, sums_weights
-        self._set(Share(0, None), 0.0, None)
+        self.share = Share(0, None)
+        self.weight = 0.0
+        self.total: float | None = None
 
     @property
     def is_padding(self) -> bool:
@@ -149,27 +156,22 @@ class Batches:
         else:
             size = common_size(batch)
             share = Share(1 if size is None else size, None)
-        weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
-        self._set(share, weight, self._total(weight, share, training))
+        self.share, self.total = share, None
+        self.weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
+        if self._weight_of is None and share.total is not None:
+            self.total = float(share.total)
+        elif training and self._sums_weights:
+            self.total = float(sum(all_gather_object(self.weight, "the weight of the batch")))
 
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
         return weigh(batch, share, self._weight_of, self._reduction)
 
-    def _set(self, share: Share, weight: float, total: float | None) -> None:
-        self.share, self.weight, self.total = share, weight, total
 
-    def _total(self, weight: float, share: Share, training: bool) -> float | None:
-        """Return the sum of the ranks' weights, if needed. A collective in training, unless the share has the total."""
-        if self._weight_of is None and share.total is not None:
-            return float(share.total)
-        if not training or not self._sums_weights:
-            return None
-        return float(sum(all_gather_object(weight, "the weight of the batch")))
-
-
-def give_loaders_back(loops: Iterable[Any]) -> None:
-    """Put the user's loaders back into Lightning's loops, and end the workers of the last passes."""
+def give_loaders_back(trainer: Any) -> None:
+    """Put the user's loaders back into the Trainer's loops, and end the workers of the last passes."""
+    fit_loop = trainer.fit_loop
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for combined in map(_parts.loader_of, loops):
         if combined is not None:
             combined.flattened = [_original(loader) for loader in combined.flattened]

@@ -21,7 +21,9 @@ _DOING = "what the ranks resume from"
 
 
 def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return the checkpoint that ``load`` returns here, or rank 0's if this rank cannot read the file. A collective.
+    """Return the checkpoint that ``load`` returns here, or rank 0's, on the CPU, if this rank cannot read the file.
+
+    A collective.
 
     Args:
         path: The path, for messages.
@@ -43,8 +45,11 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
             f"Checkpoint file not found on rank 0: {path}. Ranks that have it: "
             f"{[rank for rank, has in enumerate(has_file) if has]}. Copy it to the host of rank 0, which reads for all."
         )
-    received = _broadcast(loaded, weights_only)
-    return loaded if missing is None else received
+    file = io.BytesIO()
+    if get_rank() == 0:
+        torch.save(loaded, file)
+    file = broadcast_file(file if get_rank() == 0 else None, _DOING)
+    return loaded if missing is None else torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
 def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
@@ -61,14 +66,3 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
         resume_start(paths[0] if path is None else path, *args, **kwargs)
 
     replacements.replace(_parts.connector(trainer, "checkpoint"), "resume_start", resume)
-
-
-def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-    """Return rank 0's checkpoint, with tensors on the CPU on the other ranks. A collective."""
-    file = io.BytesIO()
-    if get_rank() == 0:
-        torch.save(checkpoint, file)
-        broadcast_file(file, _DOING)
-        return checkpoint
-    received: dict[str, Any] = torch.load(broadcast_file(None, _DOING), map_location="cpu", weights_only=weights_only)
-    return received

@@ -8,6 +8,7 @@ import time
 from typing import Any, Literal, TypeAlias
 
 from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.moments import Agreement
@@ -37,18 +38,17 @@ class Decisions:
         self.wishes: set[Wish] = set()
         self._stops = False  # whether the ranks have agreed to stop
         self._warning: int = signal.SIGUSR1  # the signal that asked for a requeue
-        self._validated = math.inf  # time of the last validation, by this rank's clock
+        self._interval = _parts.validation_interval(trainer)  # seconds, if time decides when to validate
+        if self._interval is not None:
+            replacements.set(trainer, _parts.VALIDATION_INTERVAL, math.inf)  # never, until the ranks agree
         connector = _parts.connector(trainer, "signal")
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
         replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
-        replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
-        replacements.callback(self._close)
-
-    def _close(self) -> None:
-        self._agreement.close()
-        if self._interval is not None:
-            _parts.set_last_validation(self._trainer, self._validated)
+        if _parts.requeues(trainer):
+            require(trainer.strategy.package, _parts.PRIVATE_OF_REQUEUES)
+            replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
+        replacements.callback(lambda: self._agreement.close())
 
     def pass_moment(self) -> None:
         """Act on what any rank wants, if no rank has passed this moment. All ranks must call it at the same moments.
@@ -89,20 +89,12 @@ class Decisions:
         else:
             _parts.requeue(trainer, self._warning)
 
-    @property
-    def _interval(self) -> Any:
-        """Seconds between validations, if time decides when to validate; otherwise ``None``."""
-        return _parts.validation_interval(self._trainer)
-
     def _is_time_to_validate(self) -> bool:
-        """Whether the time has come by this rank's clock. Keeps Lightning from asking the clock itself."""
+        """Whether the time has come by this rank's clock."""
         if self._interval is None or not self._trainer.training:
             return False
         last = _parts.last_validation(self._trainer)
-        if math.isfinite(last):  # Lightning has noted a validation, or the start
-            self._validated = last
-            _parts.set_last_validation(self._trainer, math.inf)  # never, until the ranks agree
-        return bool(last > -math.inf and time.monotonic() - self._validated >= self._interval)
+        return bool(last > -math.inf and time.monotonic() - last >= self._interval)
 
     # --- in signal handlers -------------------------------------------------------------------------------------------
 

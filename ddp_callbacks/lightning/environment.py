@@ -39,11 +39,9 @@ class JobEnvironment:
         return current_env().local_rank
 
     def node_rank(self) -> int:
-        for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"):
-            if os.environ.get(name, "").isdigit():
-                return int(os.environ[name])
+        """Return 0 on the first node, 1 on any other: ``prepare_data`` asks whether it is the first."""
         env = current_env()
-        return 0 if env.rank == env.local_rank else 1  # prepare_data asks whether it is the first node
+        return int(env.rank != env.local_rank)
 
     def teardown(self) -> None:
         """Do nothing: there is nothing to restore."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
-
-MakeAverager = Callable[..., ParameterAverager]
 
 
 class LocalSteps:
@@ -24,13 +23,13 @@ class LocalSteps:
     checkpoint and at the end of an epoch.
 
     Args:
-        make: Makes a :class:`ddp_callbacks.ParameterAverager` of the module and the optimizer.
+        sync, options: How and when the parameters are averaged.
     """
 
-    def __init__(self, trainer: Any, module: torch.nn.Module, make: MakeAverager, replacements: Replacements) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._make = make
+    def __init__(
+        self, trainer: Any, module: torch.nn.Module, sync: Any, options: EngineOptions, replacements: Replacements
+    ) -> None:
+        self._trainer, self._module, self._sync, self._options = trainer, module, sync, options
         self._averager: ParameterAverager | None = None
         self._weight = 0.0  # sum since the last step
         self._has_stepped = False  # in this batch
@@ -39,8 +38,9 @@ class LocalSteps:
 
     def begin(self) -> None:
         """Begin to train from the current parameters. A collective."""
-        optimizers = self._trainer.strategy.optimizers
-        self._averager = self._make(self._module, optimizer=optimizers[0] if optimizers else None)
+        optimizer = next(iter(self._trainer.strategy.optimizers), None)
+        size, compress = self._options.bucket_cap_mb, self._options.compress
+        self._averager = ParameterAverager(self._module, self._sync, optimizer, bucket_cap_mb=size, compress=compress)
 
     def follow(self) -> None:
         """Average parameters that were added or replaced, too. A collective then."""

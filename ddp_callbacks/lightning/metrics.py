@@ -8,6 +8,7 @@ merge them when they join their logged values.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,30 +18,26 @@ from torchmetrics import Metric
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-Trace = tuple[Callable[[], bool], Callable[[], None]]
-"""Whether something has changed, and what undoes the change."""
+from ddp_callbacks.replicas import Trace, remember_statistics
 
 
 class SyncedMetrics:
-    """The torchmetrics of a module and of the Trainer's callbacks, while a Trainer runs.
+    """The torchmetrics of a module and of the Trainer's callbacks, until ``replacements`` are undone.
 
     Args:
         owners: Modules, and other objects whose attributes may be metrics.
         is_padding: Returns whether this rank is computing a padding batch, whose states must not be merged.
     """
 
-    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
+    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool], replacements: Replacements) -> None:
         self._metrics = metrics_of(owners)
         self._always = {id(metric) for metric in self._metrics if metric.dist_sync_on_step}
         self._is_padding = is_padding
         self._of_batch: dict[int, dict[str, Any]] = {}  # by metric: the states of the last forward
-        self._exit = Replacements()
+        replacements.callback(self.watch_steps, lambda metric: False)
         for metric in self._metrics:
             if metric.dist_sync_fn is None and not isinstance(vars(metric).get(SYNC), Replaced):
-                self._exit.replace(metric, SYNC, functools.partial(self._sync, metric))
+                replacements.replace(metric, SYNC, functools.partial(self._sync, metric))
 
     @property
     def meet_in_forward(self) -> bool:
@@ -56,11 +53,6 @@ class SyncedMetrics:
     def batch_states(self, metric: Metric) -> dict[str, Any]:
         """Return the states of the last ``forward``, as the ranks send them; empty if they were not kept."""
         return self._of_batch.get(id(metric), {})
-
-    def close(self) -> None:
-        """Restore the metrics' own settings."""
-        self.watch_steps(lambda metric: False)
-        self._exit.close()
 
     def remember(self) -> list[Trace]:
         """Return a trace for each metric: whether it is updated after this call."""
@@ -79,7 +71,7 @@ class SyncedMetrics:
 
 def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Trace]:
     """Return the traces that a step leaves from now on in the metrics, and in layers with statistics of this rank."""
-    return [*metrics.remember(), *map(_remember_buffers, _statistics(module))]
+    return [*metrics.remember(), *remember_statistics(module)]
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
@@ -101,25 +93,6 @@ def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callabl
     return undo
 
 
-def _statistics(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield the running statistics of each layer that has some, except synchronized ones: all ranks have the same."""
-    for layer in module.modules():
-        own = dict(layer.named_buffers(recurse=False))
-        if _STATISTICS[0] in own and not getattr(layer, "is_synchronized", False):
-            yield [own[name] for name in _STATISTICS if name in own]
-
-
-def _remember_buffers(buffers: list[torch.Tensor]) -> Trace:
-    copies = [buffer.clone() for buffer in buffers]
-
-    def forget() -> None:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
-
-    return lambda: not all(map(torch.equal, buffers, copies)), forget
-
-
 def samples_of_metrics(owners: Iterable[Any]) -> int:
     """Return how many samples a part of a batch needs, if it has some, so that ``forward`` of no metric raises."""
     return 1 + any(type(metric).__name__ == "R2Score" for metric in metrics_of(owners))
@@ -128,6 +101,11 @@ def samples_of_metrics(owners: Iterable[Any]) -> int:
 def metrics_of(owners: Iterable[Any]) -> list[Metric]:
     """Return the torchmetrics in modules, and those that are attributes of other objects, each once."""
     return list({id(metric): metric for owner in owners for metric in _metrics_of(owner)}.values())
+
+
+def metrics_of_program() -> list[Metric]:
+    """Return all metrics that exist: a loop of Fabric calls its metrics itself, and may keep them anywhere. Local."""
+    return [found for found in gc.get_objects() if Metric in type(found).__mro__]  # isinstance would ask proxies
 
 
 def _metrics_of(owner: Any) -> Iterator[Metric]:

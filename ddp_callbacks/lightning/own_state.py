@@ -5,6 +5,16 @@ these hooks did a second time. The random states come last.
 
 Parameters and optimizers are equal on all ranks, so they are in Lightning's part of the file. With local steps the
 averager saves them, except optimizers beyond the first. Gradients are here if no gradient engine saves them.
+
+On the same number of processes, each gets its own states of torchmetrics. On another, each state's
+``dist_reduce_fx`` decides:
+
+===================  ==========================================================================================
+sum, lists           rank 0 gets the sum, or all entries, rank by rank; the others begin with the default
+mean, maximum,       every rank gets the mean, maximum or minimum of all
+minimum
+any other            the rank's own, if there are no fewer ranks than before; otherwise it is an error
+===================  ==========================================================================================
 """
 
 from __future__ import annotations
@@ -14,14 +24,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torchmetrics import Metric
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.checkpoints.resume import load_buffers
+from ddp_callbacks.checkpoints.module_state import load_module, save_module
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
 from ddp_callbacks.data.attributes import Checksums, changed
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts, _progress
+from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
+from ddp_callbacks.lightning.metrics import metrics_of
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
@@ -39,8 +52,8 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         _logged.refresh_metrics(trainer, training)  # a single process reads the values of the whole batch, too
     return logs | {
         "trainer": _progress.trainer_state(trainer),
-        "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
-        "module": _save_module(trainer),
+        "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
+        "module": save_module(trainer.lightning_module, _has_gradients(trainer)),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
         "optimizers": _save_optimizers(trainer),
@@ -62,9 +75,9 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     batches, validated = loop.batch_progress.current.ready, loop.val_loop.batch_progress.current.ready
     _load_logs(_logged.results_of_training(trainer), states.of("training"), trainer, batches)
     _load_logs(_logged.results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
-    load_metrics([module, *trainer.callbacks], states.of("metrics"))
+    _load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
-    _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
+    load_module(module, states.of("module"), states.of("strategy").of("trained").of_ranks)
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
         for optimizer, state in zip(trainer.optimizers[1:], own["optimizers"], strict=False):
@@ -94,34 +107,50 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
         results.load_pass_state(**state | ({} if states.is_same_world else {"samples": 0}))
 
 
-# --- the module, beside its parameters -----------------------------------------------------------------------------
+# --- torchmetrics --------------------------------------------------------------------------------------------------
 
 
-def _save_module(trainer: Any) -> dict[str, Any]:
-    """Return the module's state on this rank, between two batches. Local."""
-    module = trainer.lightning_module
-    return {
-        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
-        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "modes": [part.training for part in module.modules()],
-        "gradients": _gradients(trainer),
-    }
+def _save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return this rank's states of the metrics in ``owners``: a module and callbacks. Local."""
+    return [plain_states(metric) for metric in metrics_of(owners)]
 
 
-def _load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> None:
-    """Inverse of :func:`_save_module`. Local.
+def _load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
+    """Inverse of :func:`_save_metrics`. Local.
 
-    Args:
-        weights: The weight of each rank of ``states`` in the average of running statistics.
+    Raises:
+        ConfigurationError: A metric's states cannot be given to fewer ranks.
     """
-    module, own = trainer.lightning_module, states.mine
-    load_buffers(module, states.of("buffers"), weights)
-    for part, training in zip(module.modules(), own["modes"], strict=False):
-        part.training = training
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in own["frozen"])
-        saved = own["gradients"].get(name)
-        parameter.grad = None if saved is None else saved.to(parameter.device)
+    for index, metric in enumerate(metrics_of(owners)):
+        if index < len(states.mine):
+            own = states.mine[index]
+            saved = own["states"] if states.is_same_world else _merged_states(metric, states, index)
+            set_states(metric, saved, own["updates"])
+
+
+def _merged_states(metric: Metric, by_rank: LocalStates, index: int) -> dict[str, Any]:
+    rank, world_size = by_rank.rank, by_rank.world_size
+    defaults = default_states(metric)
+    found: dict[str, Any] = {}
+    for name, reduction in reductions_of(metric).items():
+        states = [each[index]["states"][name] for each in by_rank.of_ranks]
+        if isinstance(defaults[name], list):
+            found[name] = [part for state in states for part in state] if rank == 0 else []
+        elif reduction in ("mean", "max", "min"):
+            stacked = torch.stack(states)
+            found[name] = getattr(stacked, "mean" if reduction == "mean" else f"a{reduction}")(0)
+        elif reduction == "sum" or (reduction == "cat" and len(states) == 1):
+            found[name] = torch.stack(states).sum(0).to(states[0].dtype) if rank == 0 else defaults[name]
+        elif reduction == "cat":
+            found[name] = torch.cat(states) if rank == 0 else defaults[name]
+        elif world_size >= len(states):
+            found[name] = states[rank] if rank < len(states) else defaults[name]
+        else:
+            raise ConfigurationError(
+                f"{type(metric).__name__} keeps {name!r} in a way (dist_reduce_fx) that cannot be put together: in the "
+                f"middle of an epoch it can resume with {len(states)} processes or more, not with {world_size}."
+            )
+    return found
 
 
 def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
@@ -131,10 +160,8 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
     return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
 
 
-def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that an optimizer's next step may use, and that the gradient engine does not save."""
-    module = trainer.lightning_module
-    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
-        return {}
-    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
-    return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+def _has_gradients(trainer: Any) -> bool:
+    """Whether an optimizer's next step may use gradients that the gradient engine does not save."""
+    if not trainer.lightning_module.automatic_optimization:
+        return True
+    return bool(trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer))

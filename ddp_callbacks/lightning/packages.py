@@ -5,18 +5,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 
-from ddp_callbacks.versions import how_to_install
+from ddp_callbacks.versions import how_to_install, require_names
 
 ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
 def make(name: str, home: str) -> tuple[type, type, type, type]:
-    """Make the classes for a package; see :func:`.package.make`, which imports what comes with Lightning."""
+    """Make the classes for a package; see :func:`.classes.make`, which imports what comes with Lightning."""
     _require_package(name)
-    classes: tuple[type, type, type, type] = importlib.import_module("ddp_callbacks.lightning.package").make(name, home)
+    classes: tuple[type, type, type, type] = importlib.import_module("ddp_callbacks.lightning.classes").make(name, home)
     return classes
+
+
+def require(package: str, of_trainer: Sequence[str], of_fabric: Sequence[str] = ()) -> None:
+    """Raise :class:`ImportError` if the package lacks a private name, naming the versions that have it.
+
+    Args:
+        of_trainer: Names below ``lightning.pytorch``, as :func:`ddp_callbacks.versions.require_names` reads them.
+        of_fabric: Names below ``lightning.fabric``.
+    """
+    for roots, names in ((ROOTS, of_trainer), (FABRIC, of_fabric)):
+        require_names(package.replace("_", "-"), [f"{roots[package]}.{name}" for name in names])
 
 
 def _require_package(name: str) -> None:

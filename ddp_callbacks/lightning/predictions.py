@@ -13,6 +13,7 @@ from typing import Any
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -21,6 +22,7 @@ class Predictions:
     """Divides the batches of a Trainer's prediction loop among the ranks, until the replacements are undone."""
 
     def __init__(self, trainer: Any, replacements: Replacements) -> None:
+        require(trainer.strategy.package, _parts.PRIVATE_OF_PREDICTIONS)
         self._loop = trainer.predict_loop
         replacements.replace(self._loop, "run", self._run)
         replacements.replace(self._loop, "reset", self._reset)
@@ -38,7 +40,7 @@ class Predictions:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         """Set the loaders' limits before the first batch."""
-        for loader, limit in zip(self._loaders(), self._loop.max_batches, strict=True):
+        for loader, limit in zip(_parts.loaders_of(self._loop), self._loop.max_batches, strict=True):
             if isinstance(loader, ShardedLoader):
                 loader.limit = None if limit == math.inf else limit
         reset()
@@ -57,7 +59,4 @@ class Predictions:
         return gather_outputs(predictions) if self._is_divided(index) else predictions
 
     def _is_divided(self, index: int) -> bool:
-        return isinstance(self._loaders()[index], ShardedLoader)
-
-    def _loaders(self) -> list[Any]:
-        return list(_parts.loader_of(self._loop).flattened)
+        return isinstance(_parts.loaders_of(self._loop)[index], ShardedLoader)

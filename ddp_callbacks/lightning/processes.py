@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
@@ -10,15 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
-from ddp_callbacks.comm.compression import check_compress
-from ddp_callbacks.comm.hooks import check_comm_hook
+from ddp_callbacks.comm.bucket_sums import EngineOptions
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced
@@ -60,7 +58,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         batch_size: BatchSize,
         weight: Literal["cross_entropy"] | Weight | None,
         reduction: Reduction,
-        engine: dict[str, Any],
+        engine: EngineOptions,
         start_method: str | None,
         **of_lightning: Any,
     ) -> None:
@@ -72,13 +70,10 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         """
         check_batch_size(batch_size)
         check_weight(weight, reduction)
-        check_bucket_cap_mb(engine["bucket_cap_mb"])
-        check_compress(engine["compress"], engine["comm_hook"])
-        if engine["comm_hook"] is not None:
-            check_comm_hook(engine["comm_hook"])
         self._batch_size, self._weight, self._reduction, self._engine = batch_size, weight, reduction, engine
         self._cluster_environment: Any = None
-        start_method = start_method or ("fork" if _parts.is_interactive(self.package) else "popen")
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        start_method = start_method or ("fork" if is_interactive else "popen")
         super().__init__(start_method=start_method, **of_lightning)
 
     def __repr__(self) -> str:
@@ -183,6 +178,38 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     def _is_alone(self) -> bool:
         """Whether this rank communicates with no other."""
         return get_world_size() == 1
+
+
+def reduce(tensor: torch.Tensor, reduce_op: Any, group: Any = None) -> torch.Tensor:
+    """Return a new tensor, reduced over the ranks. A collective. Lightning's own rounds the mean of integers down.
+
+    Args:
+        tensor: Has the same shape on all ranks. The mean of integers is a floating-point number.
+        reduce_op: As in Lightning: ``"mean"``, ``"sum"``, ``"max"``, ... or a ``ReduceOp``; ``None`` sums.
+
+    Raises:
+        ConfigurationError: ``reduce_op`` is another operation.
+    """
+    operation = _operation(reduce_op)
+    exact = tensor.is_floating_point() or tensor.is_complex()
+    wide = tensor.detach() if exact and tensor.element_size() > 2 else tensor.detach().double()
+    wide = wide.to(torch.int64) if not exact and operation != "mean" else wide
+    result = tensor.dtype if exact else (torch.get_default_dtype() if operation == "mean" else torch.int64)
+    if operation in ("mean", "sum"):
+        total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
+        total = total / dist.get_world_size(group) if operation == "mean" else total
+        return total.view(tensor.shape).to(result)
+    parts = torch.stack(all_gather_object(wide, "a reduction", group))
+    if operation == "product":
+        return parts.prod(0).to(tensor.device, result)
+    return (parts.amin(0) if operation == "min" else parts.amax(0)).to(tensor.device, result)
+
+
+def _operation(reduce_op: Any) -> str:
+    name = "sum" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()  # a ReduceOp is "RedOpType.SUM"
+    if name not in ("avg", "mean", "sum", "min", "max", "product"):
+        raise ConfigurationError(f"reduce_op must be one of mean, sum, min, max and product, got {reduce_op!r}.")
+    return "mean" if name == "avg" else name
 
 
 def refuse_plugin(plugin: object) -> None:

@@ -1,4 +1,4 @@
-"""Replace methods of Lightning's objects during a run."""
+"""Replace methods and attributes of Lightning's objects during a run."""
 
 from __future__ import annotations
 
@@ -41,11 +41,16 @@ class Replaced:
 
 
 class Replacements(contextlib.ExitStack):
-    """Replaced methods, and other things to undo, in :meth:`close`."""
+    """Replaced methods and attributes, and other things to undo, in :meth:`close`."""
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace a method; see :class:`Replaced`."""
         self.callback(Replaced(owner, name, function).undo)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute."""
+        self.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
     def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
         """Let a method call ``first`` before it does its work."""

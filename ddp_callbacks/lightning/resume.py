@@ -32,8 +32,7 @@ from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
-from ddp_callbacks.lightning._lightning import require_resume
-from ddp_callbacks.lightning.batches import give_loaders_back
+from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -50,7 +49,7 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
 
     def require_host(self) -> None:
         """Raise :class:`ImportError` if Lightning lacks a private name that only this callback uses."""
-        require_resume(self.package)
+        require(self.package, _progress.PRIVATE, _progress.PRIVATE_OF_LOGGERS)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the Trainer at the beginning of a run.
@@ -109,8 +108,6 @@ class Fit:
 
     def end(self) -> None:
         """End the fit, whether or not it has failed. A collective, if it has ended normally or was preempted."""
-        fit_loop = self._trainer.fit_loop
-        give_loaders_back((fit_loop, fit_loop.epoch_loop.val_loop))
         failure = sys.exc_info()
         self._exit.__exit__(*(failure if failure[1] is not self._handled else (None, None, None)))
 
@@ -190,16 +187,15 @@ class Fit:
         )
 
     def _run(self, run: Callable[[], None]) -> None:
-        if self._saved is not None:
-            loop = self._trainer.fit_loop
-            _progress.let_begin(loop)
-            self._put_limits_back = _progress.lift_limits(loop)
-            if self._mine["place"] == "epoch":
-                self._exit.replace_once(loop, "on_run_start", self._begin_run)
-            else:
-                _progress.begin_epoch_again(loop)
-                self._exit.replace_once(loop, "on_advance_start", self._begin_epoch)
-                self._exit.replace_once(loop.epoch_loop, "on_run_start", self._begin_pass)
+        loop = self._trainer.fit_loop
+        _progress.let_begin(loop)
+        self._put_limits_back = _progress.lift_limits(loop)
+        if self._mine["place"] == "epoch":
+            self._exit.replace_once(loop, "on_run_start", self._begin_run)
+        else:
+            _progress.begin_epoch_again(loop)
+            self._exit.replace_once(loop, "on_advance_start", self._begin_epoch)
+            self._exit.replace_once(loop.epoch_loop, "on_run_start", self._begin_pass)
         run()
 
     def _begin_new_run(self, begin: Callable[[], None]) -> None:
@@ -299,8 +295,7 @@ class Fit:
 
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
-        combined = _parts.loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
-        return [] if combined is None else list(combined.flattened)
+        return _parts.loaders_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """Return what must be equal in the resumed run."""

@@ -18,7 +18,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.batches import Batches, give_loaders_back, joint_loss, weighed_backward
+from ddp_callbacks.lightning.batches import Batches, joint_loss, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -40,7 +40,10 @@ SKIPPED = object()
 
 
 class Run:
-    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics."""
+    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics.
+
+    It lasts until ``replacements`` are undone.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Run:
         local: LocalSteps | None,
         synchronizer: GradientSynchronizer | None,
         verify: Verify | None,
+        replacements: Replacements,
     ) -> None:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
@@ -59,9 +63,8 @@ class Run:
         self._checks: ReplicaChecks | None = None
         if synchronizer is not None:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
-        self._exit = Replacements()
-        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding)
-        self._exit.callback(self.metrics.close)
+        self._exit = replacements
+        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # ends a padding batch
@@ -71,7 +74,6 @@ class Run:
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
-        self._loops = (trainer.fit_loop, *_logged.loops_with_results(trainer)[1:], trainer.predict_loop)
         for loop in _logged.loops_with_results(trainer):
             _logged.replace_results(loop, lambda training: results(training, trainer, batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
@@ -85,12 +87,8 @@ class Run:
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
-        Predictions(trainer, self._exit)
-
-    def close(self) -> None:
-        """Restore Lightning's objects, the user's loaders and the module's layers, and end the loaders' workers."""
-        self._exit.close()
-        give_loaders_back(self._loops)
+        if trainer.predicting:
+            Predictions(trainer, self._exit)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
@@ -107,7 +105,7 @@ class Run:
             self.decisions.wishes.add("stop")
 
     def synchronize_batch_norm(self) -> None:
-        """Let the module's BatchNorm layers normalize by the whole batch until :meth:`close`. A collective."""
+        """Let the module's BatchNorm layers normalize by the whole batch during the run. A collective."""
         layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
         self._exit.callback(layers.close)
         self._syncs_batch_norm = True
@@ -121,15 +119,14 @@ class Run:
         if not _parts.is_asked_by_loop(self._trainer):
             return False
         training = self._trainer.training
-        combined = _parts.active_loader(self._trainer)
-        loaders = _parts.loaders_of_batch(combined, dataloader_idx)
+        loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
         self._mark("between steps")
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
             joins_steps = self._local is None or self._local.is_last_step
         else:
-            joins_steps = all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
+            joins_steps = all(isinstance(loader, ShardedLoader) for loader in self._loaders())
         self.end_batch()  # the batch before, if a hook has skipped it
         results = _logged.results_of(self._trainer)
         if results is not None:
@@ -213,7 +210,7 @@ class Run:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
-            closure = functools.partial(self.joint_loss, closure)
+            closure = self._joined(closure)
         return self.drawing.optimizer_step(inner, step, closure)
 
     def end_batch(self) -> None:
@@ -222,12 +219,9 @@ class Run:
             self._undo()
             self._undo = None
 
-    def joint_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the loss of the whole batch; ``None`` if ``closure`` returns that. A collective."""
-        loss = closure()
-        if loss is None:
-            return None
-        return joint_loss(loss, *self.batches.weight_and_total)
+    def _joined(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that returns the loss of the whole batch."""
+        return functools.partial(joint_loss, closure, lambda: self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Begin training: stop if a rank wants to, and share rank 0's random state. A collective.
@@ -243,7 +237,7 @@ class Run:
         self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> None:
         if outputs:
-            outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
+            outputs = outputs | {"loss": self._joined(lambda: outputs["loss"])()}
         hook(trainer, module, outputs, *args, **kwargs)
 
     def end(self) -> None:
@@ -338,8 +332,7 @@ class Run:
                 loader.shares.clear()  # of batches fetched ahead, if a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
-        combined = _parts.active_loader(self._trainer)
-        return [] if combined is None else list(combined.flattened)
+        return _parts.loaders_of(_parts.active_loop(self._trainer))
 
     def is_padding(self) -> bool:
         """Whether this rank has no sample of the batch that is being computed."""

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
+from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, check_optimizer, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_traces
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group.presence import describe
 
 if TYPE_CHECKING:
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
 
 
 class Skipping:
-    """Decides in each step of a fit whether to skip the batch; all ranks decide alike.
+    """Decides in each step of a fit whether to skip the batch; all ranks decide alike. Reports until the fit ends.
 
     Args:
         run: The run on several processes; ``None`` with a single process.
     """
 
-    def __init__(self, trainer: Any, skip_batch: SkipBatch, run: Run | None) -> None:
+    def __init__(self, trainer: Any, skip_batch: SkipBatch, run: Run | None, replacements: Replacements) -> None:
         self._trainer = trainer
         self._faults = FAULTS[skip_batch]
         self._setting = skip_batch
         self._run = run
         self._bad = BadBatches()
+        replacements.callback(self._bad.close)
 
     def check(self, optimizers: Sequence[Any]) -> None:
         """Raise :class:`ConfigurationError` with manual optimization, or LBFGS, which computes the loss repeatedly."""
@@ -50,15 +52,8 @@ class Skipping:
                 "manually, where training_step may return None, and takes steps itself. Leave out skip_batch, and look "
                 "at the loss before manual_backward."
             )
-        if any(isinstance(_parts.torch_optimizer(each), torch.optim.LBFGS) for each in optimizers):
-            raise ConfigurationError(
-                f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
-                "step and cannot continue without it. Leave out skip_batch, or use another optimizer."
-            )
-
-    def close(self) -> None:
-        """Report how many batches were skipped, if not each was reported."""
-        self._bad.close()
+        for optimizer in optimizers:
+            check_optimizer(self._setting, _parts.torch_optimizer(optimizer))
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run ``step`` and return its output; ``None`` to skip the batch. A collective on several processes."""

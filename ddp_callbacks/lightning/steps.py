@@ -59,13 +59,6 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; then the batch ends."""
-        output = super().predict_step(*args, **kwargs)
-        if self._run is not None:
-            self._run.end_batch()
-        return output
-
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like Lightning's, but weigh the loss by this rank's share of the batch. Its value does not change."""
         with nullcontext() if self._run is None else self._run.backward(closure_loss):

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
@@ -26,7 +27,7 @@ from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts, loggers
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
@@ -36,16 +37,16 @@ from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
     VERSIONS,
     ProcessesMixin,
+    reduce,
     refuse_plugin,
     require_same_optimizers,
 )
 from ddp_callbacks.lightning.recovery import RecoveringLauncher
-from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
-from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
+from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
@@ -64,12 +65,8 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     model: Any
     chosen_by: Any = None  # the callback that has made the strategy
     results_class: Callable[..., JointResults]
-    _sync: Sync
-    _skip_batch: SkipBatch | None
-    on_divergence: OnDivergence
     _divides = True  # use_distributed_sampler, as the user has set it
     places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
-    _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
         self,
@@ -102,7 +99,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             batch_size,
             weight,
             reduction,
-            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -138,8 +135,10 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def connect(self, model: Any) -> None:
         """Begin a run: from now on divide loaders, also those that a hook requests before :meth:`setup`."""
         super().connect(model)
-        if _parts.trainer_of(model) is not None:
-            self._take_trainer(model.trainer)
+        if self._trainer is not model.trainer:
+            self._trainer, connector = model.trainer, _parts.connector(model.trainer, "accelerator")
+            self._divides = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 
     def setup_distributed(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
@@ -179,7 +178,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Begin a run: compare the processes, broadcast rank 0's parameters, add gradient hooks. A collective."""
         refuse_plugin(self.precision_plugin)
         check_sync(self._sync, sync_batchnorm=self._syncs_batch_norm)
-        self._take_trainer(trainer)
         if trainer.state.fn == "fit" and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         super(self.ddp_strategy, self).setup(trainer)
@@ -193,33 +191,27 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()
-        loaded, self._loaded = self._loaded, (None, "")
         if self.world_size > 1 or self.resume is not None:
             _refuse_steps_that_draw(self.lightning_module)
         if self.world_size > 1:
-            require_same_checkpoint(*loaded)
             settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
             _require_same_run(self._trainer, model, settings | {"on_divergence": self.on_divergence})
         held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(held, room=1, **self._engine)
+                self._synchronizer = GradientSynchronizer(held, room=1, **vars(self._engine))
                 self._exit.callback(self._synchronizer.close)
             else:
-                options = {name: self._engine[name] for name in ("bucket_cap_mb", "compress")}
-                make = functools.partial(ParameterAverager, sync=self._sync, **options)
-                self._local = LocalSteps(self._trainer, held, make, self._exit)
+                self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)
         if self.world_size > 1:
             broadcast_parameters(held)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             batches = Batches(weight, self._reduction, sums_weights=self._local is None)
-            self._run = Run(self._trainer, held, batches, self._local, self._synchronizer, self._verify)
-            self._exit.callback(self._run.close)
+            self._run = Run(self._trainer, held, batches, self._local, self._synchronizer, self._verify, self._exit)
             if self._syncs_batch_norm and not self._trainer.predicting:  # in predictions, a rank has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
-            self._skipping = Skipping(self._trainer, self._skip_batch, self._run)
-            self._exit.callback(self._skipping.close)
+            self._skipping = Skipping(self._trainer, self._skip_batch, self._run, self._exit)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -231,7 +223,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         self._of_callbacks = []
 
     def teardown(self) -> None:
-        """End a run: remove hooks, and restore metrics and BatchNorm layers."""
+        """End a run: remove hooks, and restore Lightning's objects, the user's loaders and the module's layers."""
+        if self._run is not None or self.resume is not None:
+            give_loaders_back(self._trainer)
         self._close()
         self.end_resuming()
         self._met.close()
@@ -245,28 +239,30 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Like Lightning's, but rank 0 reads the file for processes that lack it. A collective.
 
-        All processes must have loaded the same checkpoint when the run begins.
+        Raises:
+            MismatchError: The processes' files have different content.
         """
         load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
-        checkpoint = load() if self._is_alone() else load_on_all(load, checkpoint_path, weights_only)
-        if self.world_size > 1 and isinstance(checkpoint, dict):
+        is_alone = self._is_alone()
+        checkpoint: dict[str, Any] = load() if is_alone else load_on_all(load, checkpoint_path, weights_only)
+        if not is_alone and isinstance(checkpoint, dict):
             counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
             state = [checkpoint.get(name) for name in _RESUMED]
-            self._loaded = describe_checkpoint(state, **counters), str(checkpoint_path)
+            require_same_checkpoint(describe_checkpoint(state, **counters), str(checkpoint_path))
         return checkpoint
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return this rank's part of a loader. A collective. Outside of a run, return the loader itself."""
         if self._trainer is None or self._trainer.state.stage is None:
             return dataloader
+        name, needed = str(self._trainer.state.stage.dataloader_prefix), 1
         if not self._divides:
-            return dataloader if self.resume is None else self.resume.take_undivided(self._stage_name(), dataloader)
+            return dataloader if self.resume is None else self.resume.take_undivided(name, dataloader)
         if self.resume is None and self.world_size == 1:
             return dataloader
         # If all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
-        name, needed = self._stage_name(), 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
         needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
@@ -295,9 +291,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _stage_name(self) -> str:
-        return str(self._trainer.state.stage.dataloader_prefix)
-
     def _is_alone(self) -> bool:
         """Whether this rank must communicate with no other: there is no process group, or this rank has failed.
 
@@ -314,12 +307,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def _trained_now(self) -> list[torch.nn.Parameter]:
         return [] if self._of_callbacks is None else trained_by([*self.optimizers, *self._of_callbacks])
-
-    def _take_trainer(self, trainer: Any) -> None:
-        if self._trainer is not trainer:
-            connector = _parts.connector(trainer, "accelerator")
-            self._trainer, self._divides = trainer, connector.use_distributed_sampler
-            connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 
     def _close(self) -> None:
         self._exit.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.verification import Computation, Verify, check_first_batch
 
 
@@ -43,7 +43,8 @@ def verify_first_batch(
         if verify == "warn":
             _require_no_transfer_hooks(trainer)
         first = _first_batch(module, loaders)
-        with without_draws("a hook that transfers batches"), _profiled_by(silent.profiler, trainer):
+        with without_draws("a hook that transfers batches"), Replacements() as quiet:
+            quiet.set(trainer, "profiler", silent.profiler)
             whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
         return whole, part, lambda: batches.weigh(part, first.share)
 
@@ -55,15 +56,6 @@ def verify_first_batch(
     instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
     with trainer.precision_plugin.train_step_context():
         check_first_batch(verify, Computation([module], loss_of, instead), load)
-
-
-@contextmanager
-def _profiled_by(profiler: Any, trainer: Any) -> Iterator[None]:
-    before, trainer.profiler = trainer.profiler, profiler
-    try:
-        yield
-    finally:
-        trainer.profiler = before
 
 
 def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:

@@ -18,7 +18,7 @@ from kit.paths import ROOT
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from ddp_callbacks import _torch, join_process_group
-from ddp_callbacks.lightning import _lightning, _logged, _parts, _progress, _torchmetrics, package
+from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics, classes, packages
 from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import ProcessesMixin
@@ -26,7 +26,9 @@ from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
-OF_TRAINER = _parts.PRIVATE + _logged.PRIVATE + _logged.PRIVATE_OF_RESUME + _progress.PRIVATE
+OF_SOME_PROGRAMS = _parts.PRIVATE_OF_PREDICTIONS + _parts.PRIVATE_OF_REQUEUES + _parts.PRIVATE_OF_TUNER
+OF_TRAINER = _parts.PRIVATE + OF_SOME_PROGRAMS + _logged.PRIVATE + _progress.PRIVATE
+OF_FABRIC = _parts.PRIVATE_OF_BOTH + _parts.PRIVATE_OF_FABRIC + _progress.PRIVATE_OF_LOGGERS
 CONTRACTS = {
     _torch: _torch.PRIVATE,
     _parts: OF_TRAINER + _parts.PRIVATE_OF_BOTH + _parts.PRIVATE_OF_FABRIC,
@@ -44,9 +46,7 @@ def test_the_private_names_of_torch_and_lightning_are_there() -> None:
     require_names("torchmetrics", _torchmetrics.PRIVATE)
     require_names("torchbearer", _torchbearer.PRIVATE)
     for name in ("lightning", "pytorch_lightning"):
-        _lightning.require_lightning(name)
-        _lightning.require_resume(name)
-        _lightning.require_fabric(name)
+        packages.require(name, OF_TRAINER, OF_FABRIC)
 
 
 @pytest.mark.parametrize("home", CONTRACTS, ids=lambda home: str(home.__name__.rpartition(".")[2]))
@@ -114,10 +114,17 @@ def _is_private(name: str) -> bool:
 def test_a_lightning_that_lacks_one_is_named_with_the_versions_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(result, "_ResultCollection")
     with pytest.raises(ImportError) as caught:
-        package.make("lightning", __name__)
+        classes.make("lightning", __name__)
     lacks = r"lightning 2\.\d+\.\d+ has no lightning\.pytorch\.\S+\.result\._ResultCollection\.__init__, which ddp"
     assert re.match(lacks, str(caught.value)), caught.value
     assert "It supports lightning" in str(caught.value) and 'pip install "lightning' in str(caught.value)
+
+
+def test_a_lightning_that_lacks_what_only_predictions_use_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(lightning.pytorch.loops._PredictionLoop, _parts.BATCH_INDICES)
+    packages.require("lightning", _parts.PRIVATE + _logged.PRIVATE, _parts.PRIVATE_OF_BOTH)
+    with pytest.raises(ImportError, match=r"has no lightning\.pytorch\.\S+\._get_batch_indices, which ddp_callbacks"):
+        packages.require("lightning", _parts.PRIVATE_OF_PREDICTIONS)
 
 
 def test_a_missing_attribute_or_parameter_is_named() -> None:

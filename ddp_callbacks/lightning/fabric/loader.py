@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.data.shares import Share, common_size
-from ddp_callbacks.lightning.fabric.batches import Pass
+from ddp_callbacks.data.sharding import ShardedLoader, with_shares
 
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
@@ -38,16 +35,7 @@ class WatchedLoader:
         at_least = self._strategy.samples_needed(self._of_user) if self._divides else 1
         if at_least != self._at_least:
             self._at_least, self._part = at_least, self._strategy.divide(self._of_user, at_least)
-        is_divided, running = isinstance(self._part, ShardedLoader), Pass()
-        if is_divided:
-            self._strategy.begin_pass()
-        batches = iter(self._part)
-        try:
-            for batch in batches:
-                share = batches.take_share() if isinstance(batches, ShardedIterator) else None
-                self._strategy.draw(running, batch, share or Share(common_size(batch) or 1, None))
-                yield batch
-        finally:
-            self._strategy.leave(running)
-        if isinstance(batches, ShardedIterator):
-            self._strategy.complete_pass()
+        with self._strategy.running_pass(isinstance(self._part, ShardedLoader)) as running:
+            for batch, share in with_shares(self._part):
+                with self._strategy.computing(running, batch, share):
+                    yield batch

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.nested import name_of
@@ -21,7 +22,6 @@ from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning._lightning import require_fabric
 from ddp_callbacks.lightning.batches import (
     Reduction,
     Weight,
@@ -34,11 +34,10 @@ from ddp_callbacks.lightning.batches import (
 from ddp_callbacks.lightning.fabric.batches import Batches, Draw, Pass, storages_of
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
-from ddp_callbacks.lightning.fabric.traces import metrics_of_program
-from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
-from ddp_callbacks.lightning.processes import ProcessesMixin, refuse_plugin, require_same_optimizers
-from ddp_callbacks.lightning.reductions import reduce
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.metrics import SyncedMetrics, metrics_of_program, remember_padding
+from ddp_callbacks.lightning.packages import require
+from ddp_callbacks.lightning.processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
+from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
@@ -74,12 +73,12 @@ class CallbackFabricMixin(ProcessesMixin):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        require_fabric(self.package)
+        require(self.package, (), _parts.PRIVATE_OF_FABRIC)
         super().__init__(
             batch_size,
             weight,
             reduction,
-            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -89,11 +88,11 @@ class CallbackFabricMixin(ProcessesMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._models = Models(functools.partial(GradientSynchronizer, **self._engine))
+        self._models = Models(functools.partial(GradientSynchronizer, **vars(self._engine)))
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
         self._batches, self._losses = Batches(), LossWatch()
-        self._undo: dict[Pass, Callable[[], None]] = {}  # running passes: removes the traces of a padding batch
+        self._running = 0  # passes over loaders
 
     @property
     def share(self) -> Share:
@@ -180,7 +179,7 @@ class CallbackFabricMixin(ProcessesMixin):
         """Like Fabric's, but LBFGS, which decides by the loss, gets that of the whole batch."""
         closure = kwargs.get("closure")
         if self._models.synchronizer is not None and closure is not None and isinstance(optimizer, torch.optim.LBFGS):
-            kwargs["closure"] = functools.partial(self._joint_loss, closure)
+            kwargs["closure"] = functools.partial(joint_loss, closure, lambda: self._weights)
         return super().optimizer_step(optimizer, **kwargs)
 
     # --- loaders ------------------------------------------------------------------------------------------------------
@@ -209,34 +208,44 @@ class CallbackFabricMixin(ProcessesMixin):
             return 1
         return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
-    def begin_pass(self) -> None:
-        """Begin a pass over a divided loader: merge buffers, and let each rank draw differently. A collective."""
-        self._models.merge_buffers()
-        for metric in metrics_of_program():
-            _synced([metric])
-        seed_by_rank()
+    @contextmanager
+    def running_pass(self, is_divided: bool) -> Iterator[Pass]:
+        """Surround a pass over a loader. A collective if the loader is divided: ranks draw differently only inside.
 
-    def draw(self, running: Pass, batch: Any, share: Share) -> None:
-        """Note a batch drawn from a loader. Local."""
-        self._undo.pop(running, _nothing)()
+        Buffers are merged before a pass, and after one that was completed.
+        """
+        running = Pass()
+        if is_divided:
+            self._models.merge_buffers()
+            for metric in metrics_of_program():
+                _synced([metric])
+            seed_by_rank()
+        self._running += 1
+        try:
+            yield running
+        finally:
+            self._running -= 1
+            self._batches.leave(running)
+        if is_divided:
+            self._models.merge_buffers()
+            if not self._running:
+                broadcast_rng_state()
+
+    @contextmanager
+    def computing(self, running: Pass, batch: Any, share: Share) -> Iterator[None]:
+        """Note a batch drawn from a loader. Afterwards remove the traces of a padding batch. Local."""
         self._last, models = share, self._models.whole()
-        self._undo[running] = _nothing if share.local else remember_padding(models, _synced(metrics_of_program()))
+        undo = None if share.local else remember_padding(models, _synced(metrics_of_program()))
         if self.world_size > 1 and torch.is_grad_enabled():
             if self._weight_of is None:
                 self._weight_of = weight_function(self._weight, models)
             weights = weigh(batch, share, self._weight_of, self._reduction)
             self._batches.take(running, Draw(share, *weights, storages_of(batch)))
-
-    def leave(self, running: Pass) -> None:
-        """Note that a pass has ended, or that the loop has left it. Local."""
-        self._undo.pop(running, _nothing)()
-        self._batches.leave(running)
-
-    def complete_pass(self) -> None:
-        """Complete a pass over a divided loader: merge buffers, and draw alike outside of passes. A collective."""
-        self._models.merge_buffers()
-        if not self._undo:
-            broadcast_rng_state()
+        try:
+            yield
+        finally:
+            if undo is not None:
+                undo()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -277,10 +286,6 @@ class CallbackFabricMixin(ProcessesMixin):
             self._batches.compute(inputs)
         return convert(inputs)
 
-    def _joint_loss(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        return None if loss is None else joint_loss(loss, *self._weights)
-
     def _seed_workers_alike(self, loader: Any) -> None:
         """Seed the workers equally on all ranks, which load the same batches and divide them afterwards."""
         chosen = loader.worker_init_fn
@@ -291,11 +296,7 @@ class CallbackFabricMixin(ProcessesMixin):
 
 def _synced(metrics: list[Metric]) -> SyncedMetrics:
     """Let metrics merge their states by this package's messages from now on."""
-    return SyncedMetrics(metrics, is_padding=lambda: False)
-
-
-def _nothing() -> None:
-    """A batch with samples has nothing to undo."""
+    return SyncedMetrics(metrics, lambda: False, Replacements())
 
 
 def _plain(value: Any) -> Any:
