@@ -20,7 +20,7 @@ def require_lightning(package: str) -> None:
 
 def require_resume(package: str) -> None:
     """Like :func:`require_lightning`, for the names that only ``Resume`` uses."""
-    _require(package, ROOTS, _logged.PRIVATE_OF_RESUME + _progress.PRIVATE)
+    _require(package, ROOTS, _progress.PRIVATE)
     _require(package, FABRIC, _progress.PRIVATE_OF_LOGGERS)
 
 

@@ -34,14 +34,11 @@ PRIVATE = (
     f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
     f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
     f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
-    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
+    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, cumulated_batch_size, has_reset, is_tensor, meta",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
     f"{_RESULT}:_Sync.rank_zero_only",
     f"{_RESULT}:_Sync.should",
 )
-
-# The same for names that only the callback ``Resume`` uses.
-PRIVATE_OF_RESUME = (f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",)
 
 
 def results_class(package: str) -> Any:

@@ -26,7 +26,7 @@ from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
-OF_TRAINER = _parts.PRIVATE + _logged.PRIVATE + _logged.PRIVATE_OF_RESUME + _progress.PRIVATE
+OF_TRAINER = _parts.PRIVATE + _logged.PRIVATE + _progress.PRIVATE
 CONTRACTS = {
     _torch: _torch.PRIVATE,
     _parts: OF_TRAINER + _parts.PRIVATE_OF_BOTH + _parts.PRIVATE_OF_FABRIC,

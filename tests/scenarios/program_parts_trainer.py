@@ -233,7 +233,7 @@ def in_steps(p: TrainerBuild, stage: str, note: Callable[[Module, Any], None]) -
 STAGES = ("training", "validation")
 
 
-@trainer_part(each=REDUCED, without="weighed")
+@trainer_part(each=REDUCED, without="loss")
 def logs(p: TrainerBuild, reduction: str) -> None:
     options = {"reduce_fx": reduction, "on_epoch": True, "on_step": p.maybe(), "sync_dist": p.maybe(0.3)}
 
@@ -244,7 +244,7 @@ def logs(p: TrainerBuild, reduction: str) -> None:
     in_steps(p, p.rng.choice(STAGES), note)
 
 
-@trainer_part(without="weighed", each=STAGES)
+@trainer_part(without="loss", each=STAGES)
 def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
     on_step = p.maybe()
 
@@ -267,9 +267,10 @@ def logs_a_masked_mean(p: TrainerBuild, stage: str) -> None:
     in_steps(p, stage, note)
 
 
-@trainer_part(without="train", can_be_cut=False)
+@trainer_part(without="loss")
 def logs_with_a_constant_batch_size(p: TrainerBuild) -> None:
-    in_steps(p, "training", lambda module, batch: module.log("constant", batch[0].mean(), batch_size=64, on_epoch=True))
+    size = p.rng.choice([1, 64])
+    in_steps(p, "training", lambda module, batch: module.log("c", batch[0].mean(), batch_size=size, on_epoch=True))
 
 
 @trainer_part(without="by_hand")
@@ -352,18 +353,11 @@ BY_VALUES: dict[str, Callable[[], Any]] = {
 def _arguments(name: str, logits: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
     if name == "retrieval":
         return logits[:, 1].sigmoid(), y == 1, y * 0
-    return (logits.softmax(1), y) if name in BY_LOGITS else (logits[:, 0],)
+    return (logits.softmax(1), y) if name in BY_LOGITS else (logits[:, 0].mul(64).round() / 64,)  # exact in float32
 
 
 def _make_metric(name: str) -> Any:
-    made = BY_LOGITS[name]("multiclass", num_classes=CLASSES) if name in BY_LOGITS else BY_VALUES[name]()
-    for metric in made.modules():  # set_dtype leaves the values that reset() restores in float32
-        if isinstance(metric, torchmetrics.Metric):
-            metric._defaults = {
-                key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-                for key, value in metric._defaults.items()
-            }
-    return made.set_dtype(torch.float64)
+    return BY_LOGITS[name]("multiclass", num_classes=CLASSES) if name in BY_LOGITS else BY_VALUES[name]()
 
 
 @trainer_part(each=(*BY_LOGITS, *BY_VALUES))
@@ -668,7 +662,9 @@ def combined(p: TrainerBuild, mode: str) -> None:
             parts = [each for each in batch.values() if each is not None]
             return super().training_step([torch.cat(each) for each in zip(*parts, strict=True)], batch_idx)
 
-    loaders = DataLoader(p.data(25), 6, shuffle=True), DataLoader(p.data(13, 5), 6, shuffle=True)
+    size, drops = p.rng.randint(4, 6), p.maybe(0.8)
+    loaders = [DataLoader(p.data(count, seed), size, True, drop_last=drops) for count, seed in ((25, 0), (13, 5))]
+    p.allowed.append("divided in equal proportions")
     p.classes.append(Combined)
     p.train = CombinedLoader(dict(zip("ab", loaders, strict=True)), mode)
 
