@@ -467,13 +467,18 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda net: torch.optim.AdamW(net.parameters(), 0.02, amsgrad=True),
     "rmsprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.01, momentum=0.5),
     "groups": lambda net: torch.optim.SGD([{"params": [q], "lr": 0.1 / (1 + q.ndim)} for q in net.parameters()], 0.1),
-    "lbfgs": trainers.lbfgs,
 }
 
 
 @trainer_part(each=OPTIMIZERS)
 def optimizer(p: TrainerBuild, name: str) -> None:
     p.optimizer = OPTIMIZERS[name]
+
+
+@trainer_part(kind="optimizer", without="clips")
+def lbfgs(p: TrainerBuild) -> None:
+    """By small steps: larger ones, or clipped gradients, let a difference of 1e-15 grow to 1e-8 or more."""
+    p.optimizer = lambda net: torch.optim.LBFGS(net.parameters(), 0.05, max_iter=3, history_size=2)
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
