@@ -662,15 +662,13 @@ def writes_now_and_then(p: TrainerBuild) -> None:
 
 @trainer_part(kind="train", without="loss", each=("min_size", "max_size_cycle", "max_size"))
 def combined(p: TrainerBuild, mode: str) -> None:
-    class Combined(Basis):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            parts = [each for each in batch.values() if each is not None]
-            return super().training_step([torch.cat(each) for each in zip(*parts, strict=True)], batch_idx)
+    def join(module: Module, batch: Any, index: int) -> Any:
+        return [torch.cat(each) for each in zip(*filter(None, batch.values()))] if isinstance(batch, dict) else batch
 
     size, drops = p.rng.randint(4, 6), p.maybe(0.8)
     loaders = [DataLoader(p.data(count, seed), size, True, drop_last=drops) for count, seed in ((25, 0), (13, 5))]
     p.allowed.append("divided in equal proportions")
-    p.classes.append(Combined)
+    p.extend(on_before_batch_transfer=join)
     p.train = CombinedLoader(dict(zip("ab", loaders, strict=True)), mode)
 
 
