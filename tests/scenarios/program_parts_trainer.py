@@ -125,7 +125,7 @@ def _behind(made: Any, name: str, function: Callable[..., Any]) -> Any:
 # --- state that training steps leave behind ---------------------------------------------------------------------------
 
 
-@trainer_part(each=CONTAINERS)
+@trainer_part(each=[name for name in CONTAINERS if name != "list"])  # a list drops the entries of padding batches
 def keeps_calls_in(p: TrainerBuild, container: str) -> None:
     def start(module: Module, calls: int = 0) -> None:
         module.kept = CONTAINERS[container]()
@@ -663,7 +663,11 @@ def writes_now_and_then(p: TrainerBuild) -> None:
 @trainer_part(kind="train", without="loss", each=("min_size", "max_size_cycle", "max_size"))
 def combined(p: TrainerBuild, mode: str) -> None:
     def join(module: Module, batch: Any, index: int) -> Any:
-        return [torch.cat(each) for each in zip(*filter(None, batch.values()))] if isinstance(batch, dict) else batch
+        return (
+            [torch.cat(each) for each in zip(*filter(None, batch.values()), strict=True)]
+            if isinstance(batch, dict)
+            else batch
+        )
 
     size, drops = p.rng.randint(4, 6), p.maybe(0.8)
     loaders = [DataLoader(p.data(count, seed), size, True, drop_last=drops) for count, seed in ((25, 0), (13, 5))]
