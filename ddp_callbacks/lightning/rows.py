@@ -69,11 +69,15 @@ class Sizes:
     def __init__(self, by_size: Iterable[str] = (), seen: Mapping[str, Any] | None = None) -> None:
         self.by_size, self.seen = set(by_size), {**(seen or {})}
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def note(self, rows: Sequence[Row], is_first: bool) -> None:
         """Note the parts of a batch.
 
-        Sizes that are the samples say nothing new. A constant counts all batches alike, and is 1 on all ranks or at
-        least a part's samples; the value is then a mean over the samples. Everything else is a mean over the sizes.
+        Sizes that are the samples say nothing new. A constant counts all batches alike, and is at least a part's
+        samples, or 1, logged once on each rank; the value is then a mean over the samples. Everything else is a mean
+        over the sizes.
+
+        Args:
+            is_first: Whether they were logged by the first call for this batch.
         """
         key = rows[0].key
         if not rows[0].is_given or key in self.by_size:
@@ -82,7 +86,8 @@ class Sizes:
         sizes = sorted({*sizes, *(row.size for row in rows)})[:2]
         differs = differs or any(row.size != row.samples for row in rows)
         self.seen[key] = [sizes, differs]
-        least = 0 if sum(row.samples for row in rows) < (rows[0].total or 0) else 1  # a rank has logged nothing
+        is_once = is_first and sum(row.samples for row in rows) >= (rows[0].total or 0)
+        least = 1 if is_once else 0
         if differs and (len(sizes) > 1 or any(least < row.size < row.samples for row in rows)):
             self.by_size.add(key)
 
@@ -103,8 +108,8 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], siz
             counts[at] += 1
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
-    for rows in parts:
-        sizes.note(rows)
+    for ((_, call, _), _), rows in zip(ordered, parts, strict=True):
+        sizes.note(rows, not call)
     return [_join(rows, operation_of(rows[0].key), rows[0].key in sizes.by_size) for rows in parts]
 
 

@@ -58,6 +58,13 @@ def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
     assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]
 
 
+def test_a_value_of_each_sample_counts_once_for_each_sample() -> None:
+    """Values logged sample by sample, each with size 1, have the mean of all samples."""
+    known, each = Sizes(), [Row("loss", 0, 2, 3, 2.0, 1.0, True, value) for value in (1.0, 2.0)]
+    found = join([each, [Row("loss", 0, 1, 3, 1.0, 1.0, True, 6.0)]], lambda _: "mean", known)
+    assert sum(joined.value * joined.size for joined in found) / sum(joined.size for joined in found) == 3.0
+
+
 def test_a_key_counts_by_its_sizes_in_each_batch_once_one_batch_shows_that_it_does() -> None:
     """A masked mean counts by what its mask leaves, in every batch."""
 
