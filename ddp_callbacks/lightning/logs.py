@@ -62,7 +62,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._dtypes: dict[str, str] = {}  # of logged values, by key
         self._shared: dict[str, str | None] = {}  # keys that all ranks have, with the dtypes that they know
         self._sizes = Sizes()
-        self._missed: dict[str, float] = {}  # by key: what the sum of the epoch would have more if it were one of them
+        self._missed: dict[str, Sequence[float]] = {}  # by key: the sums of Joined.missed, unless it is one of them
         self._logged: set[str] = set()  # keys since remember()
         self._warned: set[str] = set()  # names that have caused a warning
         self._position, self._first, self._samples = -1, 0, 0
@@ -207,7 +207,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         samples: int = 0,
         by_size: Sequence[str] = (),
         sizes: Mapping[str, Any] | None = None,
-        missed: Mapping[str, float] | None = None,
+        missed: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
         self._shared = {key: self._dtypes.get(key) for key in self}
@@ -220,9 +220,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _row(self, key: str, value: torch.Tensor, size: float) -> Row:
         if not self.is_in_batch:
-            return Row(key, -1, 1, float(self._samples), size, self._is_given, value)
-        batches = self._batches
-        return Row(key, self._position, batches.share.local, batches.weight, size, self._is_given, value)
+            return Row(key, -1, 1, None, float(self._samples), size, self._is_given, value)
+        share, weight = self._batches.share, self._batches.weight
+        return Row(key, self._position, share.local, share.total, weight, size, self._is_given, value)
 
     def _new_keys(self) -> dict[str, Any]:
         """Return what the other ranks need for the keys that only this rank may have."""
@@ -251,13 +251,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric, key = self[joined.key], joined.key
         if joined.ends is not None and key not in self.synced and get_rank() == 0:
             self._warn_of_difference(metric.meta.name, *joined.ends)
-        size = int(joined.size) if joined.size.is_integer() else joined.size
-        super().update_metrics(key, self._tensor(joined), size)
-        missed = self._missed.pop(key, 0.0) + (joined.by_size - joined.value) * joined.size
+        super().update_metrics(key, self._tensor(joined), _whole(joined.size))
+        missed = [before + more for before, more in zip(self._missed.pop(key, (0.0, 0.0)), joined.missed, strict=True)]
         if key not in self._sizes.by_size:
             self._missed[key] = missed
-        elif missed and metric.meta.on_epoch:
-            metric.value = metric.value + missed
+        elif any(missed) and metric.meta.on_epoch:
+            metric.value = metric.value + missed[0]
+            metric.cumulated_batch_size = metric.cumulated_batch_size + _whole(missed[1])
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
         """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
@@ -319,6 +319,10 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _operation(self, key: str) -> str:
         return _logged.operation_of(self[key]) if key in self else "mean"
+
+
+def _whole(size: float) -> float:
+    return int(size) if size.is_integer() else size  # Lightning's sum of whole numbers is exact
 
 
 def _is_for_some_ranks(sync: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ class Row(NamedTuple):
         key: Lightning's key of the value.
         position: The number of the batch in its pass; -1 outside of a batch.
         samples: This rank's samples in the batch; 0 for a padding batch, 1 outside of a batch.
+        total: The samples of all ranks in the batch; ``None`` if unknown, or outside of a batch.
         weight: The number that the value is the mean over; 0 for a padding batch, or for a mean over nothing.
         size: Lightning's batch size: the weight of the value among batches.
         is_given: Whether the user has passed that size.
@@ -25,6 +27,7 @@ class Row(NamedTuple):
     key: str
     position: int
     samples: int
+    total: int | None
     weight: float
     size: float
     is_given: bool
@@ -38,14 +41,14 @@ class Joined(NamedTuple):
         key: Lightning's key of the value.
         value: The value of all ranks together.
         size: The weight of the value among batches.
-        by_size: The value if it is a mean over the sizes of the rows.
+        missed: What Lightning's sums of values and of sizes would have more if it were a mean over the rows' sizes.
         ends: The lowest and the highest of the ranks' values, for a mean logged outside of batches.
     """
 
     key: str
     value: float
     size: float
-    by_size: float
+    missed: tuple[float, float]
     ends: tuple[float, float] | None
 
 
@@ -66,11 +69,15 @@ class Sizes:
     def __init__(self, by_size: Iterable[str] = (), seen: Mapping[str, Any] | None = None) -> None:
         self.by_size, self.seen = set(by_size), {**(seen or {})}
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def note(self, rows: Sequence[Row], is_first: bool) -> None:
         """Note the parts of a batch.
 
-        Sizes that are the samples say nothing new. A constant counts all batches alike, and is 1 or at least a part's
-        samples; the value is then a mean over the samples. Everything else is a mean over the sizes.
+        Sizes that are the samples say nothing new. A constant counts all batches alike, and is at least a part's
+        samples, or 1, logged once on each rank; the value is then a mean over the samples. Everything else is a mean
+        over the sizes.
+
+        Args:
+            is_first: Whether they were logged by the first call for this batch.
         """
         key = rows[0].key
         if not rows[0].is_given or key in self.by_size:
@@ -79,7 +86,9 @@ class Sizes:
         sizes = sorted({*sizes, *(row.size for row in rows)})[:2]
         differs = differs or any(row.size != row.samples for row in rows)
         self.seen[key] = [sizes, differs]
-        if differs and (len(sizes) > 1 or any(1 < row.size < row.samples for row in rows)):
+        is_once = is_first and sum(row.samples for row in rows) >= (rows[0].total or 0)
+        least = 1 if is_once else 0
+        if differs and (len(sizes) > 1 or any(least < row.size < row.samples for row in rows)):
             self.by_size.add(key)
 
 
@@ -99,24 +108,35 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], siz
             counts[at] += 1
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
-    for rows in parts:
-        sizes.note(rows)
+    for ((_, call, _), _), rows in zip(ordered, parts, strict=True):
+        sizes.note(rows, not call)
     return [_join(rows, operation_of(rows[0].key), rows[0].key in sizes.by_size) for rows in parts]
 
 
 def _join(rows: Sequence[Row], operation: str, is_by_size: bool) -> Joined:
     """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
     values, sizes = [float(row.value) for row in rows], [row.size for row in rows]
-    by_size = _combine(values, sizes, operation)
+    value, size = _combine(values, [row.weight for row in rows], operation), _size_of(rows)
+    missed = 0.0, 0.0
+    if operation == "mean":
+        by_size, total = _combine(values, sizes, operation), sum(sizes)
+        if is_by_size:
+            value, size = by_size, total
+        else:
+            missed = by_size * total - value * size, total - size
     is_outside = rows[0].position < 0
     counted = [float(row.value) for row in rows if row.weight] or values
-    return Joined(
-        rows[0].key,
-        by_size if is_by_size else _combine(values, [row.weight for row in rows], operation),
-        sum(sizes) / (len(sizes) if is_outside else 1),
-        by_size,
-        (min(counted), max(counted)) if is_outside and operation == "mean" else None,
-    )
+    ends = (min(counted), max(counted)) if is_outside and operation == "mean" else None
+    return Joined(rows[0].key, value, size, missed, ends)
+
+
+def _size_of(rows: Sequence[Row]) -> float:
+    """Return the weight of a batch among batches: a constant size counts once, not for each rank."""
+    sizes = [row.size for row in rows]
+    is_constant = len({*sizes}) == 1 and any(row.is_given and row.size != row.samples for row in rows)
+    if rows[0].position < 0 or (is_constant and (sizes[0] == 1 or sizes[0] >= (rows[0].total or math.inf))):
+        return max(sizes)
+    return sum(sizes)
 
 
 def _combine(values: list[float], weights: list[float], operation: str) -> float:

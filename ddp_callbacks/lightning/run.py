@@ -306,13 +306,11 @@ class Run:
 
     def _at_end_of_data(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
-        if not self._trainer.training:
-            results.join(ends=True)
-            return
         (offered, *_) = results.join(ends=True, carried=[random_state.offer()])
         random_state.accept(*offered)
-        _logged.refresh_metrics(self._trainer, results)
-        self.merge_buffers()
+        if self._trainer.training:
+            _logged.refresh_metrics(self._trainer, results)
+            self.merge_buffers()
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.drawing.random_state

@@ -12,7 +12,8 @@ from ddp_callbacks.lightning.rows import Row, Sizes, join, plain
 
 
 def row(value: float, samples: int, size: float, given: bool = False, weight: float | None = None) -> Row:
-    return Row("loss", 0, samples, samples if weight is None else weight, size, given, torch.tensor(value))
+    counts = samples if weight is None else weight
+    return Row("loss", 0, samples, 4, counts, size, given, torch.tensor(value))
 
 
 NAN = float("nan")
@@ -26,8 +27,13 @@ CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
     "tokens of the part": ("mean", [[row(1.0, 2, 30, True)], [row(5.0, 2, 10, True)]], (2.0, 40)),
     "a mask that leaves equally many": ("mean", [[row(1.0, 5, 2, True)], [row(5.0, 4, 2, True)]], (3.0, 4)),
     "a mask that leaves nothing of a part": ("mean", [[row(1.0, 2, 2, True)], [row(NAN, 2, 0, True)]], (1.0, 2)),
-    "one constant": ("mean", [[row(1.0, 3, 7, True)], [row(5.0, 1, 7, True)]], (2.0, 14)),
-    "always 1": ("mean", [[row(1.0, 3, 1, True)], [row(5.0, 1, 1, True)]], (2.0, 2)),
+    "one constant": ("mean", [[row(1.0, 3, 7, True)], [row(5.0, 1, 7, True)]], (2.0, 7)),
+    "always 1": ("mean", [[row(1.0, 3, 1, True)], [row(5.0, 1, 1, True)]], (2.0, 1)),
+    "one of a rare class on a part of the ranks": (
+        "mean",
+        [[row(1.0, 2, 1, True)], [row(5.0, 1, 1, True)], []],
+        (3.0, 2),
+    ),
     "on one rank": ("mean", [[], [row(5.0, 1, 1)]], (5.0, 1)),
     "sum": ("sum", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (6.0, 4)),
     "max": ("max", [[row(1.0, 3, 3)], [row(9.0, 0, 3)]], (1.0, 3)),
@@ -46,28 +52,35 @@ def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) ->
 
 def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
     def rows(*positions: int) -> list[Row]:
-        return [Row("loss", at, 1, 1.0, 1.0, False, float(at + 10 * n)) for n, at in enumerate(positions)]
+        return [Row("loss", at, 1, 2, 1.0, 1.0, False, float(at + 10 * n)) for n, at in enumerate(positions)]
 
     found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum", Sizes())
     assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]
+
+
+def test_a_value_of_each_sample_counts_once_for_each_sample() -> None:
+    """Values logged sample by sample, each with size 1, have the mean of all samples."""
+    known, each = Sizes(), [Row("loss", 0, 2, 3, 2.0, 1.0, True, value) for value in (1.0, 2.0)]
+    found = join([each, [Row("loss", 0, 1, 3, 1.0, 1.0, True, 6.0)]], lambda _: "mean", known)
+    assert sum(joined.value * joined.size for joined in found) / sum(joined.size for joined in found) == 3.0
 
 
 def test_a_key_counts_by_its_sizes_in_each_batch_once_one_batch_shows_that_it_does() -> None:
     """A masked mean counts by what its mask leaves, in every batch."""
 
     def rows(*sizes: float) -> list[Row]:
-        return [Row("loss", at, 4, 4.0, size, True, size) for at, size in enumerate(sizes)]
+        return [Row("loss", at, 4, 8, 4.0, size, True, size) for at, size in enumerate(sizes)]
 
     known = Sizes()
     (first,) = join([rows(8), rows(8)], lambda _: "mean", known)
-    assert (known.by_size, first.value, first.by_size) == (set(), 8.0, 8.0)
+    assert (known.by_size, first.value, first.missed) == (set(), 8.0, (64.0, 8.0))
     found = join([rows(9, 9), rows(9, 3)], lambda _: "mean", known)
-    assert (known.by_size, [joined.value for joined in found]) == ({"loss"}, [9.0, 7.5])
+    assert (known.by_size, [joined[1:4] for joined in found]) == ({"loss"}, [(9.0, 18, (0, 0)), (7.5, 12, (0, 0))])
 
 
 def test_small_counts_that_look_like_a_constant_or_the_samples_count_once_the_key_has_had_others() -> None:
     def rows(*each: tuple[int, float]) -> list[Row]:
-        return [Row("rare", at, samples, samples, size, True, samples) for at, (samples, size) in enumerate(each)]
+        return [Row("rare", at, samples, 5, samples, size, True, samples) for at, (samples, size) in enumerate(each)]
 
     known = Sizes()
     first, second = join([rows((2, 2), (2, 1)), rows((3, 3), (3, 1))], lambda _: "mean", known)

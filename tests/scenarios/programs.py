@@ -171,7 +171,7 @@ def differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
             yield f"{where} has {len(found)} entries, not {len(wanted)}"
         for index, (one, other) in enumerate(zip(found, wanted, strict=False)):
             yield from differences(one, other, f"{where}[{index}]")
-    elif wanted is None or isinstance(wanted, str):
+    elif found is None or wanted is None or isinstance(wanted, str):
         if found != wanted:
             yield f"{where} is {found}, not {wanted}"
     else:

@@ -408,8 +408,7 @@ class DrawsAtEpochs(pl.Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._add(module)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self._add(module)
+    on_train_epoch_end = on_validation_epoch_end = on_train_epoch_start
 
     def _add(self, module: Any) -> None:
         with torch.no_grad():
