@@ -174,7 +174,7 @@ class End:
         return self.order
 
 
-def last_words(lines: Sequence[str]) -> Sequence[str]:
+def last_words(lines: list[str]) -> list[str]:
     """Return a rank's last lines: its last traceback, if that is there from its beginning."""
     last = lines[-_TRACEBACK:]
     begins = [number for number, line in enumerate(last) if "Traceback (most recent call last):" in line]

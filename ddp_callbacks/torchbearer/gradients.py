@@ -13,12 +13,13 @@ import torchbearer
 from torch.autograd.graph import Node
 
 from ddp_callbacks.checkpoints import LocalStates
+from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.skipping import BadBatches, check_skip_batch, fault_of
+from ddp_callbacks.data.skipping import BadBatches, check_optimizer, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
@@ -104,19 +105,11 @@ class AllReduceGradients(WeighsLoss):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        check_bucket_cap_mb(bucket_cap_mb)
-        check_compress(compress, comm_hook)
+        options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
         check_verify(verify, "every_step")
         check_skip(skip_batch, "every_step")
-        if comm_hook is not None:
-            check_comm_hook(comm_hook)
-        self._make = functools.partial(
-            GradientSynchronizer,
-            bucket_cap_mb=bucket_cap_mb,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-            compress=compress,
-            process_group=process_group,
+        self._make: Callable[[torch.nn.Module], GradientSynchronizer] = functools.partial(
+            GradientSynchronizer, **vars(options), process_group=process_group
         )
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
@@ -142,11 +135,8 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        if self._bad is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
-            raise ConfigurationError(
-                'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
-                "and cannot continue without it. Leave out skip_batch, or use another optimizer."
-            )
+        if self._skip_batch is not None:
+            check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:

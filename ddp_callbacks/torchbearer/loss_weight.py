@@ -9,7 +9,7 @@ import torch
 import torchbearer
 
 from ddp_callbacks.cross_entropy import cross_entropy_weight
-from ddp_callbacks.data.shares import Share
+from ddp_callbacks.data.shares import Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.state import State, share_of
 
@@ -54,9 +54,7 @@ class LossWeight:
             state: The Trial's state, after the loss is computed.
         """
         own = None if self.reduction(state) == "sum" else self._weight(state)
-        if own is None:
-            return self.of_samples(state)
-        return (float(own) if share_of(state).local else 0.0), None
+        return loss_weight(share_of(state), self.reduction(state), own)
 
     def of_samples(self, state: State) -> tuple[float, float | None]:
         """Return the same from the numbers of samples alone, before the loss is computed. Local.
@@ -64,10 +62,7 @@ class LossWeight:
         Args:
             state: The Trial's state.
         """
-        share = share_of(state)
-        if self.reduction(state) == "sum":
-            return float(share.local > 0), 1.0
-        return float(share.local), None if share.total is None else float(share.total)
+        return loss_weight(share_of(state), self.reduction(state))
 
 
 def _weight_by_criterion(state: State) -> float | torch.Tensor | None:

@@ -156,7 +156,7 @@ class SynchronizeBuffers(DistributedCallback):
         self._synchronizer: BatchNormSynchronizer | None = None
         self.samples = 0.0
         """The number of this rank's samples in the pass, which weigh its running statistics."""
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._undo: list[Callable[[], None]] = []  # what a padding batch does to running statistics
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -179,12 +179,12 @@ class SynchronizeBuffers(DistributedCallback):
         share = share_of(state)
         self.samples += share.local
         if share.local == 0:
-            self._saved = [(buffer, buffer.clone()) for buffer in replicas.running_statistics(held_by(state))]
+            self._undo = [undo for _, undo in replicas.remember_statistics(held_by(state))]
 
     def on_step_training(self, state: State) -> None:
-        for buffer, saved in self._saved:
-            buffer.copy_(saved)
-        self._saved = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def on_end_training(self, state: State) -> None:
         replicas.merge_buffers(held_by(state), self.samples, self.process_group)
