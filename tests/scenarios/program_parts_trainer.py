@@ -175,7 +175,7 @@ def loss_module(p: TrainerBuild) -> None:
     )
 
 
-@trainer_part(each=("training_step", "on_train_batch_end", "on_before_zero_grad"))
+@trainer_part(each=("training_step", "on_train_batch_end", "on_before_zero_grad"), without="loss")
 def teacher_moved_in(p: TrainerBuild, hook: str) -> None:
     @torch.no_grad()
     def move(module: Module, *_: Any) -> None:
@@ -531,7 +531,7 @@ def averages(p: TrainerBuild, how: str) -> None:
     p.callbacks.append(EMAWeightAveraging(decay=0.7) if ema else StochasticWeightAveraging(0.05, swa_epoch_start=1))
 
 
-@trainer_part(each=("replaced", "group", "assigned"), without="averages schedule by_hand", can_be_cut=False)
+@trainer_part(each=("replaced", "group", "assigned"), without="averages schedule by_hand loss", can_be_cut=False)
 def new_parameters(p: TrainerBuild, how: str) -> None:
     """In the second epoch; the library may also refuse them by name."""
 
