@@ -90,6 +90,8 @@ def watch_imports() -> None:
             "pytorch_lightning": lambda: alone.watch("pytorch_lightning", "Trainer", lambda made: made.world_size > 1),
             "torchbearer": lambda: alone.watch("torchbearer", "Trial", lambda made: _has_ours(_callbacks_of(made))),
         }
+    for name in functions.keys() & sys.modules.keys():  # the user's sitecustomize may import them before this
+        functions.pop(name)()
     sys.meta_path.insert(0, _Then(functions))
 
 
@@ -112,15 +114,16 @@ class _Alone:
 
     def watch_groups(self) -> None:
         """Note when the script joins any process group of torch's."""
-        torch_groups: Any = import_module("torch.distributed.distributed_c10d")
-        join = torch_groups.init_process_group
+        join = import_module("torch.distributed.distributed_c10d").init_process_group
 
         @functools.wraps(join)
         def noted(*args: Any, **options: Any) -> Any:
             self._is_over = True
             return join(*args, **options)
 
-        torch_groups.init_process_group = noted
+        for name in ("torch.distributed.distributed_c10d", "torch.distributed"):
+            if hasattr(sys.modules.get(name), "init_process_group"):  # torch.distributed may not have it yet
+                vars(sys.modules[name])["init_process_group"] = noted
 
     def watch(self, module: str, kind: str, is_distributed: Callable[[Any], bool]) -> None:
         """Say when the script makes a Trainer or Trial that is not distributed."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
 from ddp_callbacks.batch_norm import synchronize_copy
-from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.copies import copied, shares_state
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
@@ -199,6 +199,7 @@ def _compare(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
+    _require_same_batch(expected, group)
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
     name, most = max(zip(_trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
     text = (
@@ -206,6 +207,18 @@ def _compare(
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
     raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
+
+
+def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raise if ranks have different gradients of the whole batch, which each of them has loaded. A collective."""
+    squares = all_gather_object(sum(float(gradient.norm()) ** 2 for gradient in expected), _DOING, group)
+    others = [rank for rank, own in enumerate(squares) if not math.isclose(own, squares[0], rel_tol=_TELLING)]
+    if others:
+        raise MismatchError(
+            f"the data set is not the same on every process: in the first batch, rank {others[0]} has loaded other "
+            "samples than rank 0. Seed each process alike before the samples are drawn, split or shuffled "
+            "(torch.manual_seed(0)), or read them from a file."
+        )
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

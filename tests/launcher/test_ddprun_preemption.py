@@ -215,7 +215,7 @@ SLOW_ENDS = {
 @pytest.mark.waits(3)
 @pytest.mark.parametrize("how", SLOW_ENDS)
 def test_a_rank_that_is_slow_to_end_does_not_change_the_exit_code_of_a_preempted_job(tmp_path: Path, how: str) -> None:
-    """A preempted job exits with 75, however slowly its processes end."""
+    """A preempted job exits with 75, however slowly."""
     seconds, own, code, says = SLOW_ENDS[how]
     flags = ["--grace", "1"] if how == "never ends" else []
     with Run(tmp_path, "-H", "localhost:2", *flags, write(tmp_path, ENDS), str(own), str(seconds)) as run:

@@ -59,7 +59,7 @@ def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
 
 
 def test_a_value_of_each_sample_counts_once_for_each_sample() -> None:
-    """Values logged sample by sample, each with size 1, have the mean of all samples."""
+    """Values logged sample by sample have the mean of all."""
     known, each = Sizes(), [Row("loss", 0, 2, 3, 2.0, 1.0, True, value) for value in (1.0, 2.0)]
     found = join([each, [Row("loss", 0, 1, 3, 1.0, 1.0, True, 6.0)]], lambda _: "mean", known)
     assert sum(joined.value * joined.size for joined in found) / sum(joined.size for joined in found) == 3.0

@@ -37,7 +37,7 @@ def test_a_program_that_nobody_wrote_has_the_numbers_of_one_process(program: Pro
 @pytest.mark.night
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.size} resumed on {way.resumed_on}")
 def test_many_programs_that_nobody_wrote_have_the_numbers_of_one_process(way: Way) -> None:
-    """A program that fails is made smaller, and printed as a script."""
+    """A failing program is made smaller and printed."""
     found = prove(programs(TONIGHT, OF_A_NIGHT), way)
     smaller = shrink({program: verdict for program, verdict in found.items() if has_failed(verdict)}, way)
     assert not smaller, "\n\n".join(f"{script_of(each, way)}\n{verdict}" for each, verdict in smaller.items())

@@ -198,7 +198,7 @@ pl.Trainer(strategy="ddp", devices=2, accelerator="cpu", fast_dev_run=True, logg
 
 
 def test_auto_says_that_it_has_changed_nothing(tmp_path: Path) -> None:
-    """`--auto` says if it changes nothing."""
+    """`--auto` says if unused."""
     script = tmp_path / "script.py"
     script.write_text(UNTOUCHED)
     output = run([*AUTO["ddprun"], script], tmp_path)

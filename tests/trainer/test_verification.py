@@ -336,6 +336,11 @@ def mean_by_hand(state: Any) -> None:
     state[torchbearer.LOSS].backward()
 
 
+def drawn_apart() -> DataLoader[Any]:
+    samples = torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    return DataLoader(TensorDataset(samples, torch.zeros(24, dtype=torch.int64)), 8)
+
+
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
@@ -343,6 +348,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
+    "data that each process draws apart": (
+        lambda: trainer_tells(rows=drawn_apart()),
+        "the data set is not the same on",
+    ),
     "batch norm by parts": (lambda: trainer_tells(Normalized()), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),

@@ -106,9 +106,9 @@ class Node:
         store: list[str],
         bind: str,
         patience: float | None,
-        stdin: int | None,
-        size: tuple[int, int] | None,
-        shown: list[int] | None,
+        stdin: int | None = None,
+        size: tuple[int, int] | None = None,
+        shown: list[int] | None = None,
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
