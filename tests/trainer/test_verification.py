@@ -296,7 +296,7 @@ def told(run: Callable[[], Any]) -> str:
     """What a run warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", "the gradient of the first batch")
+        warnings.filterwarnings("always", "the (gradient of the first batch|data set is not the same)")
         found = outcome(run)
     return found + "".join(str(each.message) for each in caught)
 
@@ -336,12 +336,8 @@ def mean_by_hand(state: Any) -> None:
     state[torchbearer.LOSS].backward()
 
 
-def drawn_apart() -> DataLoader[Any]:
-    samples = torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(dist.get_rank())).double()
-    return DataLoader(TensorDataset(samples, torch.zeros(24, dtype=torch.int64)), 8)
-
-
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
+DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
