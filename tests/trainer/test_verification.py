@@ -345,8 +345,8 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
     "data that each process draws apart": (
-        lambda: trainer_tells(rows=drawn_apart()),
-        "the data set is not the same on",
+        lambda: trainer_tells(rows=loader(24, 8, seed=dist.get_rank())),
+        DATA,
     ),
     "batch norm by parts": (lambda: trainer_tells(Normalized()), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
