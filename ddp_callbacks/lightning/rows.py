@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,15 +68,20 @@ class Sizes:
     def __init__(self, by_size: Iterable[str] = (), seen: Mapping[str, Any] | None = None) -> None:
         self.by_size, self.seen = set(by_size), {**(seen or {})}
 
-    def note(self, rows: Sequence[Row], is_first: bool) -> None:
+    def is_constant(self, key: str) -> bool:
+        """Whether all sizes of a key were the same, and not just the samples."""
+        sizes, differs = self.seen.get(key, ([], False))
+        return key not in self.by_size and len(sizes) == 1 and differs
+
+    def note(self, rows: Sequence[Row], is_alike: bool) -> None:
         """Note the parts of a batch.
 
         Sizes that are the samples say nothing new. A constant counts all batches alike, and is at least a part's
-        samples, or 1, logged once on each rank; the value is then a mean over the samples. Everything else is a mean
+        samples, or 1, logged alike on each rank; the value is then a mean over the samples. Everything else is a mean
         over the sizes.
 
         Args:
-            is_first: Whether they were logged by the first call for this batch.
+            is_alike: Whether the ranks have logged the key equally often in this batch, and not for each sample.
         """
         key = rows[0].key
         if not rows[0].is_given or key in self.by_size:
@@ -86,8 +90,7 @@ class Sizes:
         sizes = sorted({*sizes, *(row.size for row in rows)})[:2]
         differs = differs or any(row.size != row.samples for row in rows)
         self.seen[key] = [sizes, differs]
-        is_once = is_first and sum(row.samples for row in rows) >= (rows[0].total or 0)
-        least = 1 if is_once else 0
+        least = 1 if is_alike and sum(row.samples for row in rows) >= (rows[0].total or 0) else 0
         if differs and (len(sizes) > 1 or any(least < row.size < row.samples for row in rows)):
             self.by_size.add(key)
 
@@ -100,27 +103,38 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], siz
         sizes: What the sizes say so far. Takes in what these rows say.
     """
     groups: dict[tuple[int, int, str], list[Row]] = {}
+    calls: dict[tuple[int, str], set[tuple[int, int]]] = {}  # of the ranks: their calls and their samples
     for rows in ranks:
         counts = Counter[tuple[int, str]]()  # a key may be logged several times in a batch
         for row in rows:
             at = row.position, row.key
             groups.setdefault((row.position, counts[at], row.key), []).append(row)
             counts[at] += 1
+        samples = {(row.position, row.key): row.samples for row in rows}
+        for at in counts.keys() & {at for at, number in samples.items() if number}:
+            calls.setdefault(at, set()).add((counts[at], samples[at]))
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
-    for ((_, call, _), _), rows in zip(ordered, parts, strict=True):
-        sizes.note(rows, not call)
-    return [_join(rows, operation_of(rows[0].key), rows[0].key in sizes.by_size) for rows in parts]
+    for rows in parts:
+        sizes.note(rows, _are_alike(calls.get((rows[0].position, rows[0].key), set())))
+    return [_join(rows, operation_of(rows[0].key), sizes) for rows in parts]
 
 
-def _join(rows: Sequence[Row], operation: str, is_by_size: bool) -> Joined:
+def _are_alike(calls: set[tuple[int, int]]) -> bool:
+    """Whether ranks have logged equally often, as with LBFGS, and not once for each sample. Once may be either."""
+    numbers = {number for number, _ in calls}
+    return len(numbers) <= 1 and (numbers <= {1} or any(number != samples for number, samples in calls))
+
+
+def _join(rows: Sequence[Row], operation: str, known: Sizes) -> Joined:
     """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
     values, sizes = [float(row.value) for row in rows], [row.size for row in rows]
-    value, size = _combine(values, [row.weight for row in rows], operation), _size_of(rows)
+    value = _combine(values, [row.weight for row in rows], operation)
+    size = _size_of(rows, known.is_constant(rows[0].key))
     missed = 0.0, 0.0
     if operation == "mean":
         by_size, total = _combine(values, sizes, operation), sum(sizes)
-        if is_by_size:
+        if rows[0].key in known.by_size:
             value, size = by_size, total
         else:
             missed = by_size * total - value * size, total - size
@@ -130,11 +144,11 @@ def _join(rows: Sequence[Row], operation: str, is_by_size: bool) -> Joined:
     return Joined(rows[0].key, value, size, missed, ends)
 
 
-def _size_of(rows: Sequence[Row]) -> float:
+def _size_of(rows: Sequence[Row], is_constant: bool) -> float:
     """Return the weight of a batch among batches: a constant size counts once, not for each rank."""
     sizes = [row.size for row in rows]
-    is_constant = len({*sizes}) == 1 and any(row.is_given and row.size != row.samples for row in rows)
-    if rows[0].position < 0 or (is_constant and (sizes[0] == 1 or sizes[0] >= (rows[0].total or math.inf))):
+    samples = rows[0].total or sum(row.samples for row in rows)
+    if rows[0].position < 0 or (is_constant and (sizes[0] == 1 or sizes[0] >= samples)):
         return max(sizes)
     return sum(sizes)
 

@@ -89,3 +89,22 @@ def test_small_counts_that_look_like_a_constant_or_the_samples_count_once_the_ke
     assert join([rows((2, 1)), rows((3, 1))], lambda _: "mean", again)[0].value == pytest.approx(2.5)
     (constant,) = join([rows((2, 1)), rows((3, 1))], lambda _: "mean", Sizes())
     assert constant.value == pytest.approx(2.6)
+
+
+def test_a_constant_size_of_one_counts_batches_alike_whatever_is_left_of_the_last() -> None:
+    def rows(*each: tuple[int, float]) -> list[Row]:
+        return [Row("c", at, samples, None, samples, 1.0, True, value) for at, (samples, value) in enumerate(each)]
+
+    found = join([rows((2, 1.0), (1, 4.0)), rows((2, 3.0), (1, 6.0))], lambda _: "mean", Sizes())
+    assert [(joined.value, joined.size) for joined in found] == [(2.0, 1), (5.0, 1)]
+
+
+def test_a_constant_size_of_one_that_an_optimizer_s_closure_logs_again_is_no_count() -> None:
+    known = Sizes()
+
+    def calls(samples: int, *values: float) -> list[Row]:
+        return [Row("c", 0, samples, 5, samples, 1.0, True, value) for value in values]
+
+    found = join([calls(3, 1.0, 2.0), calls(2, 6.0, 7.0)], lambda _: "mean", known)
+    assert not known.by_size
+    assert [joined.value for joined in found] == pytest.approx([3.0, 4.0])
