@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.requests import STACKS, write_answer
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
 _LONGEST = 1 << 16  # bytes of an unfinished line to hold back
-_MOST = 1 << 16  # bytes of standard input to send before rank 0 has taken them
+_MOST = 1 << 16  # bytes to read at once
 
 
 class Terminal:
