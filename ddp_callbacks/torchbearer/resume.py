@@ -82,7 +82,7 @@ class Resume(ResumeOptions, DistributedCallback):
         """Let the next ``run`` read what it continues from, even if an earlier one has."""
         self._has_read = False
 
-    def _read(self, savers: Savers, about: dict[str, str]) -> None:
+    def read(self, savers: Savers, about: dict[str, str]) -> None:
         """Read what a run continues from, if none has yet. A collective."""
         if not self._has_read:
             self.saved, self._has_read = savers.read(), True
@@ -118,7 +118,7 @@ class Recover(DistributedCallback):
         """Return ``inside()``, called again if processes have died."""
         return self.recovery.call(functools.partial(super().around, inside, call), self)
 
-    def _read(self, savers: Savers, _: dict[str, str]) -> None:
+    def read(self, savers: Savers, _: dict[str, str]) -> None:
         """Read what the run continues from. A collective."""
         self.saved = savers.read()
 
@@ -156,7 +156,7 @@ def _continued(call: Call, origin: Resume | Recover, recovery: Recovery | None) 
         options.process_group = options.preemption.process_group = data.process_group
     run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, options, data.process_group)
     with savers.opened():
-        origin._read(savers, run_state.about)
+        origin.read(savers, run_state.about)
         with _Run(callbacks, run_state, savers, origin).injected(call.trial):
             yield
 

@@ -714,17 +714,19 @@ sys.meta_path.insert(0, Finder())
 # --- faults of former times -------------------------------------------------------------------------------------------
 
 ABORTS_TOO = """
-import os, time, traceback
+import fcntl, os, time, traceback
 try:
     open("/no")
 except OSError:
     traceback.print_exc()
+lock = open("lock", "a")
 if os.environ["RANK"] == "0":
-    open("gone", "w").close()
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until it has ended
+    open("locked", "w").close()
     raise ValueError("the cause")
-while not os.path.exists("gone"):
+while not os.path.exists("locked"):
     time.sleep(0.001)
-time.sleep(0.02)
+fcntl.flock(lock, fcntl.LOCK_EX)
 os.abort()
 """
 
