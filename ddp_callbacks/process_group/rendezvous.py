@@ -30,7 +30,8 @@ from ddp_callbacks.schedulers import hosts_of_job
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
 _NAMED = 16  # the most ranks that an error lists
 _LOOK = 0.5  # seconds between two checks for missing ranks
-_PAUSE = 0.02  # seconds between two looks for an announced store
+_PAUSE = 0.02  # seconds between two looks for a store
+_ATTEMPT = 4.0  # seconds for a connection: TCP sends a lost packet again after 1 and 3 seconds
 _ANSWERS = timedelta(seconds=15)  # such a store is there already
 
 
@@ -177,6 +178,8 @@ def _connect(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.TCPSt
     """Open a client of a store, in a thread: torch may wait forever for a machine that was lost in the meantime."""
     host, port, opened = env.host, env.port, Future[dist.TCPStore]()
     assert host is not None and port is not None
+    patience, end = _Patience(members, env, 9 * timeout), time.monotonic() + timeout.total_seconds()
+    _await_answer((host, port), end, patience)
 
     def connect() -> None:
         try:
@@ -186,14 +189,26 @@ def _connect(members: Members, env: WorkerEnv, timeout: timedelta) -> dist.TCPSt
             opened.set_exception(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    patience, end = _Patience(members, env, 9 * timeout), time.monotonic() + 2 * timeout.total_seconds()
     while not wait([opened], _LOOK).done:
         patience.look({0})
-        if time.monotonic() > end:  # torch's own error comes earlier, unless it tries again
+        if time.monotonic() > end + _ANSWERS.total_seconds():
             raise TimeoutError("nothing answers")
     if members.may_change:
         end_when_silent(port)
     return opened.result()
+
+
+def _await_answer(address: tuple[str, int], end: float, patience: _Patience) -> None:
+    """Wait until something listens at the address: torch prints a stack of C++ for each attempt that fails."""
+    while True:
+        try:
+            socket.create_connection(address, min(_ATTEMPT, max(end - time.monotonic(), _PAUSE))).close()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        patience.look({0})
+        time.sleep(_PAUSE)
 
 
 def _await_all(here: Presence, members: Members, env: WorkerEnv, timeout: timedelta) -> None:
