@@ -5,6 +5,7 @@ torchrun's are listed here so that ``ddprun`` can parse a command line without t
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from argparse import SUPPRESS, ArgumentTypeError
@@ -43,7 +44,7 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 _RANKS = _takes("rank numbers separated by commas, or all", r"all|\d+(,\d+)*", _ranks)
-_POSITIVE = _takes("a positive number", r"(?=.*[1-9])\d*\.?\d+", float)
+_POSITIVE = _takes("a positive number of seconds", r"(?=.*[1-9])\d*\.?\d+", float)
 _SECONDS = _takes("seconds, at least 2", r"0*([2-9]|[1-9]\d+)(\.\d*)?", float)
 _BINDING = _takes(", ".join(KINDS), "|".join(KINDS))
 _NODES = _takes("a number of at least 1, or MIN:MAX", r"|[1-9]\d*(:[1-9]\d*)?")
@@ -85,8 +86,20 @@ class Flag:
 
 _RSH = "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say"
 NODES = (
-    Flag("-H --hosts", "the nodes, named as for ssh; rank 0 runs on the first", "HOST[:SLOTS],...", usual=True),
-    Flag("--hostfile", "the same from a file; lines may also set python= and chdir=", "FILE", usual=True),
+    Flag(
+        "-H --hosts",
+        "the nodes, named as for ssh; rank 0 runs on the first",
+        "HOST[:SLOTS],...",
+        usual=True,
+        repeats=True,
+    ),
+    Flag(
+        "--hostfile",
+        "the same from a file; lines may also set python= and chdir=",
+        "FILE",
+        type=os.path.expanduser,
+        usual=True,
+    ),
     Flag("--rsh", _RSH, "COMMAND", type=shlex.split),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
@@ -120,7 +133,14 @@ TORCHRUN = (
     Flag("--standalone", "has no effect: without nodes, ddprun runs on this machine only"),
     Flag("--module -m", "run SCRIPT as a module, like python -m", usual=True),
     Flag("--no-python", "run SCRIPT as a program, without Python"),
-    Flag("--log-dir", "saves the output of every rank (default: ddprun-logs)", "DIR", "ddprun-logs", usual=True),
+    Flag(
+        "--log-dir",
+        "saves the output of every rank (default: ddprun-logs)",
+        "DIR",
+        "ddprun-logs",
+        os.path.expanduser,
+        usual=True,
+    ),
     Flag("--tee -t", "anything but 0 shows the output of every rank, like --show-ranks all", "N", "0"),
     Flag("--role", "name of the processes' role", "NAME", "default"),
     Flag("--rdzv-id", "name of the job", "NAME", "none"),
@@ -147,6 +167,17 @@ _INSTEAD = {
     "write --bind numa, or --bind core": "--numa-binding",
     "select the GPU by LOCAL_RANK": "--virtual-local-rank",
     "shells complete the names of files only": "--print-completion",
-    "write --nproc-per-node N": "-n -np",
+    "it counts all processes. Name those of each node: --nproc-per-node N, or -H node1:N,node2:N": "-n -np --ntasks",
+    "write --nproc-per-node N, the number of processes on each node": (
+        "--nproc --num-processes --num-gpus --gpus --gpus-per-node --ntasks-per-node --npernode -ppn"
+    ),
+    "set a node's port in your ~/.ssh/config, or write --rsh 'ssh -p 2222'": "--ssh-port --port -p",
+    "write -H node1,node2, or --hostfile FILE": "--host --machinefile --include --nodes -N",
+    "write --nnodes N, or name the nodes with -H": "--num-nodes --num-machines",
+    "write -x NAME=VALUE": "--env -env -genv --export",
+    "write --show-ranks all": "--verbose -v",
+    "write --bind core, or --bind numa": "--bind-to --map-by --cpu-bind",
+    "ssh or --rsh reaches the nodes, and no MPI": "--mca --mpi --launcher --oversubscribe --allow-run-as-root",
+    "name a file, which each process reads": "-c",
 }
 REFUSED = {flag: remedy for remedy, flags in _INSTEAD.items() for flag in flags.split()}

@@ -20,8 +20,9 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.meant import refuse_script
 from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.network import is_loopback, own_addresses
+from ddp_callbacks.network import addresses_of, is_loopback, own_addresses
 from ddp_callbacks.schedulers import cores_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
@@ -44,9 +45,22 @@ _PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may ha
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host needs no ssh, because the user has named it by this machine's name or address. Asks no server."""
+    """Whether a host needs no ssh, because the user has named it by this machine's name or address.
+
+    Another machine may have the same name in another domain: this name's addresses tell.
+    """
     own, short = socket.gethostname(), name.partition(".")[0]
-    return is_loopback(name) or own in (name, short) or name == own.partition(".")[0] or name in own_addresses()
+    if is_loopback(name) or own == name or name == own.partition(".")[0] or name in own_addresses():
+        return True
+    return own == short and all(is_loopback(found) or found in own_addresses() for found in _addresses_of(name))
+
+
+def _addresses_of(name: str) -> list[str]:
+    """Return a host's addresses; none if only the configuration of ssh knows it."""
+    try:
+        return addresses_of(name, 0)
+    except OSError:
+        return []
 
 
 class _Parser(ArgumentParser):
@@ -107,7 +121,10 @@ def parse_options(
         parser.exit()
     if not is_doctor and job.training_script is None:
         raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
+    if job.script is not None:
+        refuse_script(job.command)
     _refuse_contradictions(job, environ)
+    job.hosts = ",".join(job.hosts) if job.hosts else None
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
     choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
@@ -159,15 +176,26 @@ def nodes_of(
         replace(
             host,
             processes=job.nproc_per_node or host.processes,
-            python=host.python or job.python or sys.executable,
-            cwd=host.cwd or job.chdir or working_directory(environ),
+            python=_interpreter(host.python or job.python or sys.executable, environ),
+            cwd=_absolute(host.cwd or job.chdir or ".", environ),
             rank=rank,
-            is_here=is_here(host.host),
+            is_here=is_here(host.host) and not (is_named and job.rsh is not None and is_loopback(host.host)),
             rsh=None if rsh is None else tuple(word.replace("{host}", host.host) for word in rsh),
             setup=job.setup,
         )
         for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
     )
+
+
+def _interpreter(name: str, environ: Mapping[str, str]) -> str:
+    """Return an interpreter's path; a bare name is looked up on each node."""
+    return _absolute(name, environ) if "/" in name else name
+
+
+def _absolute(path: str, environ: Mapping[str, str]) -> str:
+    """Return a path as the user's shell understands it here."""
+    path = os.path.expanduser(path)
+    return path if os.path.isabs(path) else os.path.normpath(os.path.join(working_directory(environ), path))
 
 
 def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:

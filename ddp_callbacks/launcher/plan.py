@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ddp_callbacks.launcher.flags import FORWARDED
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.remote import command_to
@@ -67,7 +67,8 @@ class Job(Namespace):
         return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
 
 
-_SECRET = re.compile(r"^[^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)|://[^/@]*:[^/@]*@", re.IGNORECASE)
+# What these variables hold is no secret. Any other one may: a name tells too little.
+_SHOWN = tuple(name for name in FORWARDED if name not in ("HF_", "LIGHTNING_", "PL_"))
 
 
 def describe(job: Job) -> str:
@@ -93,7 +94,7 @@ def _describe_node(job: Job, node: NodePlan) -> str:
 
 def _variables(job: Job, node: NodePlan) -> Iterator[str]:
     for name, value in job.environ.items():
-        yield shlex.quote(f"{name}={'...' if _SECRET.search(f'{name}={value}') else value}")
+        yield shlex.quote(f"{name}={value if name.startswith(_SHOWN) else '...'}")
     if "OMP_NUM_THREADS" not in {*job.environ, *job.forwarded}:
         processes = node.processes if node.processes.isdigit() else "processes"
         yield f"OMP_NUM_THREADS=cores // {processes} (if not set there)"

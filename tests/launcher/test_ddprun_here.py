@@ -90,7 +90,7 @@ def test_rank_0_reads_what_is_typed(tmp_path: Path, where: list[str]) -> None:
 
 @pytest.mark.parametrize("where", [[], ["-H", "far:1", "--rsh", "env -u"]], ids=["here", "on another machine"])
 def test_a_loop_over_standard_input_runs_once_for_each_line(tmp_path: Path, where: list[str]) -> None:
-    """`while read line; do ddprun ...; done < list` loses no line."""
+    """Shell loops over `ddprun` lose no line."""
     script = write(tmp_path, "import sys\nprint('got', sys.argv[1:])")
     command = shlex.join([*DDPRUN, *where, "--no-prefix", script])
     loop = f"while read line; do {command} $line; done; echo all"
@@ -430,7 +430,7 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
     [
         (["no_such.py"], "localhost: file not found: no_such.py (working directory {cwd}).\n"),
         (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Install it "),
-        (["--grace", "-1", "x.py"], "argument --grace: takes a positive number, got '-1'. See ddprun --help."),
+        (["--grace", "-1", "x.py"], "argument --grace: takes a positive number of seconds, got '-1'. See ddprun"),
         (["--grace", "90", "--time-limit", "60", "x.py"], "--time-limit must be longer than --grace (90 s), got 60."),
         (["--chdir", "/no", "x.py"], "localhost: cannot enter the working directory /no: No such file or directory."),
         (

@@ -112,7 +112,7 @@ REQUESTS: dict[str, tuple[Callable[[Run], list[int]], signal.Signals, str, str]]
 
 @pytest.mark.parametrize("whom", REQUESTS)
 def test_a_request_to_any_process_reaches_each_rank_once(tmp_path: Path, whom: str) -> None:
-    """A request to stop, to whichever process, reaches every rank once."""
+    """A request to any process reaches every rank once."""
     asked, number, each, says = REQUESTS[whom]
     with start(tmp_path, flags=() if whom == "no grace" else PATIENT) as run:
         for pid in asked(run):
@@ -252,7 +252,7 @@ def test_the_ranks_start_again_if_only_one_of_them_was_signalled(tmp_path: Path)
 
 
 def test_ranks_write_although_ddprun_was_killed(tmp_path: Path) -> None:
-    """Ranks keep their grace if you kill `ddprun`."""
+    """Killing `ddprun` leaves ranks their grace."""
     with start(tmp_path) as run:
         run.process.kill()
         wait_until(lambda: not processes_in(tmp_path))

@@ -210,14 +210,17 @@ def test_a_set_up_that_does_not_end_is_named() -> None:
         output(NodePlan("h", setup="read x < /dev/zero").words("true"), 0.1)
 
 
-def test_a_secret_is_not_shown() -> None:
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "HF_TOKEN", "GH_PAT", "MYSQL_PWD", "LIGHTNING_API_KEY", "DATABASE_URL", "PL_SECRET"]
+)
+def test_a_secret_is_not_shown(name: str) -> None:
     """`--dry-run` hides the values of secrets."""
-    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "DB=sql://me:abc@h/d", "-x", "AT=http://h:1/a@b", "t.py"))
-    assert "WANDB_API_KEY=... DB=... AT=http://h:1/a@b " in text and "abc" not in text
+    text = describe(plan("-x", f"{name}=abc", "-x", "NCCL_DEBUG=INFO", "t.py"))
+    assert f"  variables   {name}=... NCCL_DEBUG=INFO " in text and "abc" not in text
 
 
 def test_the_description_says_what_would_run_where() -> None:
-    made = plan("-H", "here:1,b:2", "-x", "A=b c", "-m", "pack.train", "--name", "it's")
+    made = plan("-H", "here:1,b:2", "-x", "OMP_A=b c", "-m", "pack.train", "--name", "it's")
     text = describe(made)
     first, second = text.split("\n\n")
     assert first.splitlines() == [
@@ -226,7 +229,7 @@ def test_the_description_says_what_would_run_where() -> None:
         f"  directory   {os.getcwd()}",
         "  processes   1",
         f"""  command     {sys.executable} -u -m pack.train --name 'it'"'"'s'""",
-        "  variables   'A=b c' OMP_NUM_THREADS=cores // 1 (if not set there)",
+        "  variables   'OMP_A=b c' OMP_NUM_THREADS=cores // 1 (if not set there)",
         "  rendezvous  the address of here, a free port",
     ]
     (ssh,) = [line for line in second.splitlines() if "reached by" in line]
@@ -245,8 +248,12 @@ def test_ssh_is_given_the_host_and_a_shell_alone_and_checks_host_keys() -> None:
 def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ddprun` knows this machine by names and addresses."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    known = {"node1.example.com": "127.0.1.1", "node1.lab-b.example": "192.0.2.7"}
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *args, **more: real(known.get(host, host), *args, **more))
     names = ("localhost", "127.0.0.1", "::1", "node1", "node1.example.com", *own_addresses())
     assert all(map(is_this_machine, names))
+    assert not is_this_machine("node1.lab-b.example"), "another machine of the same first name"
     assert not any(map(is_this_machine, ("192.0.2.1", "no-such-host.invalid", "node10", "me@localhost")))
     monkeypatch.setattr(socket, "gethostname", lambda: "node1.example.com")
     assert is_this_machine("node1") and not is_this_machine("node1.example.org")

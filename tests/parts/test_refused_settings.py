@@ -173,8 +173,7 @@ DDPRUN: list[Row] = [
         "--node-rank 1 -H a,b t.py",
         "ddprun has no --node-rank: start ddprun once, for all nodes (-H or",
     ),
-    ("-n 2 t.py", "ddprun has no -n: write --nproc-per-node N."),
-    ("-n2 t.py", "ddprun has no -n: write --nproc-per-node N."),
+    ("-n2 t.py", "ddprun has no -n: it counts all processes. Name those of each node: --nproc-per-node N, or"),
     ("--bind socket t.py", "argument --bind: takes none, core, numa, got 'socket'. See ddprun --help."),
     (
         "-H a -x CUDA_VISIBLE_DEVICES=GPU-7ef t.py",
@@ -194,7 +193,7 @@ DDPRUN: list[Row] = [
         "Use one of them.",
     ),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
-    ("--time-limit soon t.py", "argument --time-limit: takes a positive number, got 'soon'. See ddprun --help."),
+    ("--time-limit soon t.py", "argument --time-limit: takes a positive number of seconds, got 'soon'. See ddprun"),
     ("--rsh 'none-such {host}' t.py", "--rsh: program 'none-such' not found"),
     ("--rsh /bin/pbs_tmrsh t.py", "--rsh: /bin/pbs_tmrsh passes on"),
     ("--rsh '' t.py", "--rsh: program '' not found"),

@@ -1,0 +1,52 @@
+"""What a user of other launchers means by a command line that names no script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import dropwhile
+
+from ddp_callbacks.errors import ConfigurationError
+
+_COMMANDS = ("doctor", "join", "stacks")
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+_SHELL = re.compile(r".*\.(ba|z|c|tc|k)?sh")
+
+
+def refuse_script(words: Sequence[str]) -> None:
+    """Raise for what is no Python script, if we can tell what was meant.
+
+    A file that this machine lacks may be there on the nodes, which look for it themselves.
+
+    Args:
+        words: The script and its arguments.
+
+    Raises:
+        ConfigurationError: Names what to type instead.
+    """
+    if instead := next(_meant(words[0], words[1:]), None):
+        raise ConfigurationError(instead)
+
+
+def _meant(script: str, arguments: Sequence[str]) -> Iterator[str]:
+    typed = shlex.join([script, *arguments])
+    if _SHELL.fullmatch(script):
+        yield f"{script} is a shell script. For each process to run it, type: ddprun --no-python {typed}"
+    if _PYTHON.fullmatch(script) and not os.path.isdir(script):
+        rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", arguments)] or ["train.py"]
+        yield f"ddprun starts Python itself. Leave {script} out: ddprun {shlex.join(rest)}"
+    if os.path.exists(script):
+        return
+    if script == "-":
+        yield "each process reads the script from a file: name one."
+    if os.path.exists(f"{script}.py"):
+        yield f"there is no file {script}. Did you mean ddprun {shlex.join([f'{script}.py', *arguments])}?"
+    if " " in script and os.path.exists(script.split()[0]):
+        yield f"{script!r} is one word, and no file of this name is there. Leave the quotes out: ddprun {script}"
+    if arguments and arguments[0].endswith(".py") and os.path.exists(arguments[0]):
+        yield f"there is no script {script}, but {arguments[0]}. Commas separate hosts: -H a,b. Each variable has an -x"
+    if script and script == os.path.basename(script) and (close := get_close_matches(script, _COMMANDS, 1, 0.7)):
+        yield f"there is no file and no command {script}. Did you mean ddprun {close[0]}?"

@@ -1,0 +1,134 @@
+"""What people type who know other launchers, or who mistype: what is understood, and what is said."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from launcher.jobs import DDPRUN, LIMIT, environment, program, write
+
+TRAIN = """
+import os, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], os.environ["OMP_NUM_THREADS"])
+"""
+FILES = {
+    "train.py": TRAIN,
+    "my train.py": TRAIN,
+    "pack/train.py": TRAIN,
+    "proj/p.py": TRAIN,
+    "reads.py": "import sys; print(sys.stdin.read().split())",
+    "exits.py": "import sys; sys.exit(int(sys.argv[1]))",
+    "says.py": "import sys; sys.exit('no data in ' + sys.argv[1])",
+    "raises.py": "raise KeyError('age')",
+    "dies.py": "import os; os.kill(os.getpid(), 9)",
+    "where.py": "import os; print(os.getcwd())",
+    "list": "a\nb\nc\n",
+    "hosts": "n1:2\nn2 slots=2\n",
+}
+ONE, TWO = "ddprun --nproc-per-node 1", "ddprun --nproc-per-node 2"
+
+# What is typed in bash, the exit code, and a part of standard output and of standard error.
+UNDERSTOOD = [
+    (f"{TWO} train.py --lr 3", 0, "[localhost:0] rank 0 of 2 ['--lr', '3']", "ddprun: localhost: ranks 0-1"),
+    ("ddprun --nproc_per_node=1 train.py", 0, "rank 0 of 1 []", ""),
+    ("ddprun --standalone --nnodes=1 --nproc-per-node=2 train.py", 0, "rank 0 of 2 []", ""),
+    (f"{ONE} -m pack.train -H there", 0, "rank 0 of 1 ['-H', 'there']", ""),
+    (f"{ONE} --no-python ./train.sh", 0, "rank 0 of 1 ['from sh']", ""),
+    (f"{ONE} 'my train.py' \"it's\" ü ''", 0, "[\"it's\", 'ü', '']", ""),
+    (f"{ONE} $PWD/train.py", 0, "rank 0 of 1 []", ""),
+    (f"{ONE} --chdir proj p.py", 0, "rank 0 of 1 []", ""),
+    (f"{ONE} --chdir=~/proj p.py", 0, "rank 0 of 1 []", ""),
+    (f"cd proj && {ONE} ../train.py", 0, "rank 0 of 1 []", ""),
+    (f"{ONE} --log-dir=~/logs train.py && ls logs", 0, "\n20", ""),
+    (f"{ONE} --no-prefix train.py | cut -c 1-11", 0, "rank 0 of 1\n", ""),
+    (f"{TWO} --tee 3 train.py", 0, "[localhost:1] rank 1 of 2", ""),
+    (f"{TWO} --show-ranks 1 --no-prefix train.py | sort", 0, "rank 1 of 2", ""),
+    (f"OMP_NUM_THREADS=3 {ONE} train.py", 0, "rank 0 of 1 [] 3", "3 threads each"),
+    (f"OMP_NUM_THREADS=3 {ONE} -x OMP_NUM_THREADS=5 train.py", 0, "rank 0 of 1 [] 5", ""),
+    (f"echo 7 8 | {ONE} reads.py", 0, "['7', '8']", ""),
+    (f"while read x; do {ONE} train.py $x; done < list", 0, "['c']", ""),
+    (f"{ONE} reads.py <&-", 0, "[]", ""),
+    (f"{ONE} train.py > out 2>&1; grep -c rank out", 0, "2\n", ""),
+    (f"nohup {ONE} train.py 2>/dev/null | cat", 0, "rank 0 of 1 []", ""),
+    ("ddprun --dry-run -H n1:2 -H n2:4 train.py", 0, "node 1: n2\n", ""),
+    ("ddprun --dry-run --hostfile=~/hosts train.py", 0, "node 1: n2\n", ""),
+    ("ddprun --dry-run -H n1,n2 --python bin/python train.py", 0, "{home}/bin/python -u train.py", ""),
+    ("ddprun --dry-run -H n1,n2 --python=~/bin/python train.py", 0, "{home}/bin/python -u train.py", ""),
+    ("ddprun --dry-run --python python3 train.py", 0, "command     python3 -u train.py", ""),
+    ("ddprun --dry-run --rsh 'ssh -p 2222' -H localhost train.py", 0, "reached by  ssh -p 2222 localhost /bin/sh", ""),
+    ("GH_PAT=abc ddprun --dry-run -x GH_PAT train.py", 0, "variables   GH_PAT=... ", ""),
+    (f"{ONE} exits.py 3", 3, "", "failed with exit code 3: "),
+    (f"{ONE} exits.py 75", 75, "", ""),
+    (f"{ONE} says.py /data", 1, "", "rank 0 on localhost failed with exit code 1: last output: no data in /data"),
+    (f"{ONE} raises.py || echo failed", 0, "failed\n", "failed with exit code 1: KeyError: 'age'"),
+    (f"{TWO} dies.py", 137, "", "killed by SIGKILL"),
+]
+SAID = [
+    ("ddprun", "name a script to run: ddprun train.py."),
+    ("ddprun missing.py", "file not found: missing.py (working directory {home})."),
+    (f"{ONE} python train.py --lr 3", "ddprun starts Python itself. Leave python out: ddprun train.py --lr 3"),
+    (f"{ONE} /usr/bin/python3.11 -u train.py", "Leave /usr/bin/python3.11 out: ddprun train.py"),
+    (f"{ONE} python -m pack.train", "Leave python out: ddprun -m pack.train"),
+    (f"{ONE} ./train.sh --lr 3", "For each process to run it, type: ddprun --no-python ./train.sh --lr 3"),
+    (f"{ONE} train --lr 3", "there is no file train. Did you mean ddprun train.py --lr 3?"),
+    (f"{ONE} 'train.py --lr 3'", "Leave the quotes out: ddprun train.py --lr 3"),
+    ("ddprun -x A=1 B=2 train.py", "there is no script B=2, but train.py."),
+    ("ddprun -H n1:2 n2:2 train.py", "there is no script n2:2, but train.py. Commas separate hosts: -H a,b."),
+    ("ddprun doctr", "there is no file and no command doctr. Did you mean ddprun doctor?"),
+    ("ddprun stack", "Did you mean ddprun stacks?"),
+    ("ddprun - < train.py", "each process reads the script from a file: name one."),
+    ("ddprun -c 'print(1)'", "ddprun has no -c: name a file"),
+    (
+        "ddprun -np 4 -H n1:2,n2:2 train.py",
+        "ddprun has no -np: it counts all processes. Name those of each node: --nproc",
+    ),
+    ("ddprun --num_processes 2 train.py", "ddprun has no --num_processes: write --nproc-per-node N"),
+    ("ddprun --gpus=2 train.py", "ddprun has no --gpus: write --nproc-per-node N"),
+    ("ddprun --host n1,n2 train.py", "ddprun has no --host: write -H node1,node2"),
+    ("ddprun --ssh-port 2222 -H n1 train.py", "set a node's port in your ~/.ssh/config, or write --rsh 'ssh -p 2222'."),
+    ("ddprun --mca btl tcp train.py", "ddprun has no --mca: ssh or --rsh reaches the nodes"),
+    ("ddprun --rdzv-endpoint=n1:29500 train.py", "the nodes meet at the first one"),
+    ("ddprun --nproc-per-nod 2 train.py", "Did you mean --nproc-per-node?"),
+    ("ddprun --nnodes 2 train.py", "--nnodes 2 does not match the number of nodes, 1. Name the nodes with -H"),
+    ("ddprun -H localhost,127.0.0.1 train.py", "localhost and 127.0.0.1 are the same machine."),
+    ("ddprun -H hosts train.py", "-H hosts is a file. Write --hostfile hosts."),
+    ("ddprun --time-limit 1h train.py", "--time-limit: takes a positive number of seconds, got '1h'."),
+    ("ddprun --requeue train.py", "--requeue needs a Slurm, PBS or LSF job."),
+    ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1 ddprun train.py", "ddprun was started as rank 0 of 2."),
+    ("ddprun stacks", "ddprun-logs"),
+]
+HABITS = [*UNDERSTOOD, *((typed, 2, "", says) for typed, says in SAID)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all is typed, also the user's own."""
+    folder = tmp_path_factory.mktemp("home")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write(folder, text, name)
+    program(folder / "train.sh", "exec python train.py 'from sh'")
+    program(folder / "bin" / "ddprun", f'exec {shlex.join(DDPRUN)} "$@"')
+    return folder
+
+
+@pytest.mark.parametrize(("typed", "code", "prints", "says"), HABITS, ids=[row[0] for row in HABITS])
+def test_what_is_typed_is_understood_or_said(home: Path, typed: str, code: int, prints: str, says: str) -> None:
+    """It understands habits, or corrects them."""
+    environ = environment(home)
+    environ |= {"PATH": f"{home}/bin:{environ['PATH']}", "HOME": str(home)}
+    done = subprocess.run(
+        ["bash", "-c", typed],
+        cwd=home,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert prints.format(home=home) in done.stdout, done.stdout
+    assert says.format(home=home) in done.stderr, done.stderr
+    assert code != 2 or (done.stdout == "" and done.stderr.count("\n") == 1), done.stdout + done.stderr
