@@ -135,7 +135,7 @@ class Coordinator:
             self._ask_where(self._others(rank), now)
         for (other, _), wait in self._waits.items():
             place = wait.place
-            is_comparable = place.run == mine.run and not place.failed and not mine.failed
+            is_comparable = other != rank and place.run == mine.run and not place.failed and not mine.failed
             if is_comparable and place.misses(rank, mine) and mine.misses(other, place):
                 both = sorted([(rank, mine.doing), (other, place.doing)])
                 text = ", while ".join(f"{self._name(each)} waits for {doing}" for each, doing in both)

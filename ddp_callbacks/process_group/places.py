@@ -11,8 +11,6 @@ import threading
 import zlib
 from dataclasses import dataclass
 
-_RECENT = 32  # kinds of exchanges, the latest, that a rank reports
-_KINDS = 1024  # kinds of exchanges that a rank counts
 _SETTLED = 2.0  # seconds after which all messages from a rank that has left have arrived
 _FOLLOWED = 5.0  # seconds after which this rank would have heard of another failure that made a rank leave
 _LIBRARIES = (
@@ -31,7 +29,7 @@ class Place:
         run: The number of the rank's run.
         doing: The purpose of the exchange.
         turn: How often the rank has entered this kind of exchange in this run; 0 if it is not counted.
-        recent: The same counts for the latest kinds of exchanges.
+        turns: The same for each kind that it has entered: what is not in there, it has never entered.
         sequence: The number of torch's collectives that the rank has started before; -1 if unknown.
         members: The global ranks that take part in the exchange; ``None`` is all.
         failed: Whether the rank is there because of a failure of which the others may not have heard.
@@ -43,7 +41,7 @@ class Place:
     run: int
     doing: str
     turn: int
-    recent: dict[str, int]
+    turns: dict[str, int]
     sequence: int = -1
     members: list[int] | None = None
     failed: bool = False
@@ -57,7 +55,7 @@ class Place:
 
     def misses(self, rank: int, other: Place) -> bool:
         """Whether this exchange still lacks ``rank``, which is at ``other``."""
-        return self.concerns(rank) and other.recent.get(self.doing, 0) < self.turn
+        return self.concerns(rank) and other.turns.get(self.doing, 0) < self.turn
 
     def patience(self, leaver: Place, at_once: bool = False) -> float:
         """Return the seconds after which a member that has left is surely the missing one.
@@ -66,7 +64,7 @@ class Place:
             leaver: The place of that rank when it left.
             at_once: Whether its messages on the way are known to be lost, so that waiting for them is useless.
         """
-        if leaver.run == self.run and self.turn and leaver.recent.get(self.doing, 0) >= self.turn:
+        if leaver.run == self.run and self.turn and leaver.turns.get(self.doing, 0) >= self.turn:
             return math.inf  # it has entered the exchange, and its messages are on the way
         if leaver.failed:
             return _FOLLOWED
@@ -87,10 +85,7 @@ class Exchanges:
 
     def enter(self, doing: str) -> None:
         """Count an exchange for ``doing``."""
-        turns = self._turns
-        turns[doing] = turns.pop(doing, 0) + 1  # the latest at the end
-        if len(turns) > _KINDS:
-            del turns[next(iter(turns))]
+        self._turns[doing] = self._turns.get(doing, 0) + 1
         self.last = doing
         self.entered += 1
 
@@ -98,9 +93,9 @@ class Exchanges:
         """Return how often this rank has entered ``doing`` in this run: for gradients, the number of the step."""
         return self._turns.get(doing, 0)
 
-    def recent(self) -> dict[str, int]:
-        """Return the counts of the latest kinds of exchanges."""
-        return dict(list(self._turns.items())[-_RECENT:])
+    def turns(self) -> dict[str, int]:
+        """Return the counts of all kinds of exchanges."""
+        return dict(self._turns)
 
     def checksum(self) -> int:
         """Return a number that is equal on all ranks if they have entered the same exchanges equally often."""

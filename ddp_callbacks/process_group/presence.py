@@ -143,7 +143,7 @@ class Presence:
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
         entered = self.exchanges
-        return Place(self.run, doing, entered.turn(doing), entered.recent(), sequence, members, **more)
+        return Place(self.run, doing, entered.turn(doing), entered.turns(), sequence, members, **more)
 
     @contextlib.contextmanager
     def waiting(self, place: Place, broke: bool = False) -> Iterator[None]:

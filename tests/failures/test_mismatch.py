@@ -20,8 +20,9 @@ import torch.distributed as dist
 from kit.ranks import HOSTNAME, Nursery, Rank, note, noting_errors
 from misfortunes import believe_in_hosts, my_rank
 from side_by_side import World, run_side_by_side
+from torch import nn
 
-from ddp_callbacks import join_process_group
+from ddp_callbacks import BatchNormSynchronizer, GradientSynchronizer, join_process_group
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast, broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
@@ -187,6 +188,20 @@ def take_a_long_step() -> None:
     note("keys", store.num_keys() - before)
 
 
+def be_late_in_a_deep_network() -> None:
+    """As many layers of BatchNorm as in ResNet-50, more buckets than that, and rank 1 is late before the last ones."""
+    layers = [layer for _ in range(53) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
+    first, model = nn.Linear(8, 8), nn.Sequential(*layers)
+    begin()
+    gradients = GradientSynchronizer(nn.Sequential(first, model), bucket_cap_mb=1e-4)
+    statistics = BatchNormSynchronizer(model)
+    first.register_full_backward_hook(lambda *_: time.sleep(3 * my_rank()))
+    model(first(torch.ones(4, 8, requires_grad=True))).sum().backward()
+    statistics.close()
+    assert len(gradients._reducer.buckets) > 53
+    note("sum", float(all_reduce(torch.ones(1), "a sum")))
+
+
 def leave_while_the_other_receives() -> None:
     """Rank 0 has sent all, and ends; the link of rank 1 is slow."""
     begin()
@@ -246,7 +261,7 @@ def exchange_quickly() -> None:
 @pytest.fixture(scope="module")
 def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     bodies = (wait_in_a_thread_of_autograd, wait_for_one_in_torchs_collective, be_ahead, take_a_long_step)
-    bodies += (leave_while_the_other_receives, wait_in_vain_for_one_that_computes)
+    bodies += (be_late_in_a_deep_network, leave_while_the_other_receives, wait_in_vain_for_one_that_computes)
     worlds = {body.__name__: World(body) for body in bodies}
     worlds |= {name: World(meet_in_different_exchanges, ([name], [])) for name in DIFFERENT}
     return run_side_by_side(nursery, tmp_path_factory.mktemp("two"), worlds)
@@ -319,7 +334,7 @@ def test_a_rank_in_torchs_own_collective_is_named_with_its_line(two: dict[str, l
 
 
 @pytest.mark.waits(5)
-@pytest.mark.parametrize("body", [be_ahead, take_a_long_step])
+@pytest.mark.parametrize("body", [be_ahead, take_a_long_step, be_late_in_a_deep_network])
 def test_a_rank_that_is_ahead_or_computes_for_long_is_no_mismatch(two: dict[str, list[Rank]], body: Any) -> None:
     """A rank in a long step raises nothing."""
     ranks = two[body.__name__]

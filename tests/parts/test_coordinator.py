@@ -40,20 +40,20 @@ def to_all(**message: Any) -> list[tuple[int, Any]]:
 
 
 def at(doing: str, turn: int = 1, **other: Any) -> dict[str, Any]:
-    recent = other.pop("recent", {doing: turn} if turn else {})
-    return asdict(Place(0, doing, turn, recent, **other))
+    turns = other.pop("turns", {doing: turn} if turn else {})
+    return asdict(Place(0, doing, turn, turns, **other))
 
 
 def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
     return {"event": "wait", "place": at(doing, turn, **other), "broke": broke}
 
 
-def leave(failed: bool = False, recent: dict[str, int] | None = None) -> dict[str, Any]:
-    return {"event": "leave", "place": at("a sum", recent=recent or {}, failed=failed)}
+def leave(failed: bool = False, turns: dict[str, int] | None = None) -> dict[str, Any]:
+    return {"event": "leave", "place": at("a sum", turns=turns or {}, failed=failed)}
 
 
 def place(**other: Any) -> dict[str, Any]:
-    quiet = {"recent": {}, "sequence": 4, "waits": False, "line": "a.py:3"}
+    quiet = {"turns": {}, "sequence": 4, "waits": False, "line": "a.py:3"}
     return {"event": "place", "place": at("a sum", **quiet | other)}
 
 
@@ -102,7 +102,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (2.9, None, None, []),
     ],
     "a rank has left whose messages are under way": [
-        (1, 1, leave(recent={"a sum": 1}), []),
+        (1, 1, leave(turns={"a sum": 1}), []),
         (2, 0, wait("a sum"), []),
         (99, None, None, [(2, WHERE)]),
     ],
@@ -131,7 +131,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
             ),
         ),
     ],
-    "one is ahead": [(1, 0, wait("b", recent={"a": 1, "b": 1}), []), (2, 1, wait("a"), [])],
+    "one is ahead": [(1, 0, wait("b", turns={"a": 1, "b": 1}), []), (2, 1, wait("a"), [])],
     "one has heard of a failure before": [(1, 0, wait("a", failed=True), []), (2, 1, wait("b"), [])],
     "a wait has ended": [(1, 0, wait("a"), []), (2, 0, {"event": "done", "about": "a"}, []), (3, 1, wait("b"), [])],
     "one waits in a collective of torch": [
@@ -185,7 +185,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
     "a wait breaks, and one waits elsewhere": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
         (1, 1, place(waits=True), []),
-        (2, 2, place(recent={"a": 1}), [told(0, "a", late=[])]),
+        (2, 2, place(turns={"a": 1}), [told(0, "a", late=[])]),
     ],
     "a wait breaks, and one is silent": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
