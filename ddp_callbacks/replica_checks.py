@@ -54,7 +54,10 @@ class ReplicaChecks:
         self._steps, self._interval = 0, FIRST  # steps since the last comparison, and until the next one
         self._since, self._cost = time.perf_counter(), 0.0  # end and seconds of the last comparison
         self._stragglers = Stragglers()
-        self._counted, self._seconds = 0, torch.zeros(())  # steps until the last comparison; seconds by rank and part
+        self._counted, self._seconds = (
+            0,
+            torch.zeros((), device="cpu"),
+        )  # steps until the last comparison; seconds by rank and part
 
     def after_step(self, optimizers: Sequence[Any], epoch: int, step: int) -> None:
         """Compare the replicas, if it is time. A collective then. Every rank must call it after the same steps.
@@ -82,7 +85,7 @@ class ReplicaChecks:
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0] * self._steps, times)
         self._counted += self._steps
-        self._seconds = self._seconds + self._steps * torch.tensor(times, dtype=torch.float64)
+        self._seconds = self._seconds + self._steps * torch.tensor(times, dtype=torch.float64, device="cpu")
         self._interval, self._steps = steps_until_next(costs, seconds), 0
         self._since = time.perf_counter()
         self._cost = self._since - begin

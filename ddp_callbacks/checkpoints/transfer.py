@@ -63,7 +63,7 @@ def broadcast_file(
         The file in memory, at its beginning.
     """
     size = 0 if file is None else file.seek(0, io.SEEK_END)
-    size = int(broadcast(torch.tensor([size]), doing, group, source))
+    size = int(broadcast(torch.tensor([size], device="cpu"), doing, group, source))
     found = io.BytesIO(bytes(size)) if file is None else file
     for chunk in torch.frombuffer(found.getbuffer(), dtype=torch.uint8).split(CHUNK_NBYTES):
         broadcast(chunk, doing, group, source)

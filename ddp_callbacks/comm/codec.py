@@ -29,7 +29,7 @@ def decode(message: bytes) -> Any:
     header, specs = json.loads(message[8:offset])
     tensors = []
     for name, shape, device in specs:
-        tensor = torch.empty(shape, dtype=getattr(torch, name))
+        tensor = torch.empty(shape, dtype=getattr(torch, name), device="cpu")
         tensors.append(tensor_of(message[offset : offset + tensor.nbytes], tensor).to(device))
         offset += tensor.nbytes
     return unpack(header, tensors)

@@ -151,7 +151,7 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
     if get_world_size(group) == 1:
         return [tensor]
     sizes = all_gather_object(tensor.numel(), doing, group)
-    gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes if get_rank(group) == 0]
+    gathered = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes if get_rank(group) == 0]
     step = max(1, _GATHERED_NBYTES // len(sizes))
     for start in range(0, max(sizes), step):
         parts = all_gather_bytes(bytes_of(tensor[start : start + step]), doing, group)

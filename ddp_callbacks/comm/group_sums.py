@@ -93,7 +93,7 @@ class ProcessGroupWork:
 
 def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:
     """Return a message of the tag and the bytes of ``tensor``, padded so that gathered messages stay aligned."""
-    message = torch.empty(_TAG + -(-tensor.nbytes // _TAG) * _TAG, dtype=torch.uint8)
+    message = torch.empty(_TAG + -(-tensor.nbytes // _TAG) * _TAG, dtype=torch.uint8, device="cpu")
     message[:_TAG].view(torch.int64).fill_(tag)
     message[_TAG : _TAG + tensor.nbytes].view(tensor.dtype).copy_(tensor)
     return message

@@ -53,7 +53,7 @@ class MetadataFormat:
         width = self.numbers * _PIECES
         places = [0] * (self.world_size * width)
         places[self.rank * width : (self.rank + 1) * width] = array("h", array("d", numbers).tobytes())
-        return torch.tensor([trained, *dirty, *used, *places], dtype=torch.float64)
+        return torch.tensor([trained, *dirty, *used, *places], dtype=torch.float64, device="cpu")
 
     def decode(self, summed: torch.Tensor) -> tuple[float, list[bool], list[bool], list[list[float]]]:
         """Return the sum of ``trained``, which flags any rank has set, and the numbers of each rank, by rank."""

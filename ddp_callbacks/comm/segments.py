@@ -56,7 +56,7 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
             f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "
             f"{SWITCH}=0 to sum through gloo."
         ) from error
-    return torch.empty(0, dtype=dtype).set_(storage)[:numel], (os.fstat(kept).st_ino, kept)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage)[:numel], (os.fstat(kept).st_ino, kept)
 
 
 def map_bytes(pid: int, fd: int) -> torch.Tensor:

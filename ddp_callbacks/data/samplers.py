@@ -80,7 +80,7 @@ class LazyRandomSampler(Sampler[int]):
     def iterate_from(self, start: int) -> Iterator[int]:
         """Yield the indices of a pass from item ``start`` on. The time to begin does not depend on ``start``."""
         if self.seed is None:
-            key = int(torch.empty((), dtype=torch.int64).random_().item())
+            key = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         else:
             key = digest_of(self.seed, self.epoch)
         return _permuted(start, len(self), key)
@@ -109,7 +109,7 @@ def _permuted(start: int, size: int, key: int) -> Iterator[int]:
         return row * columns + column
 
     for first in range(start, size, _CHUNK):
-        numbers = permute(torch.arange(first, min(first + _CHUNK, size)))
+        numbers = permute(torch.arange(first, min(first + _CHUNK, size), device="cpu"))
         while (outside := numbers >= size).any():
             numbers[outside] = permute(numbers[outside])
         yield from numbers.tolist()

@@ -108,7 +108,9 @@ class Reducer:
         self._scale = self.weighing.unit * self._sums.divisor
 
     def _first_total(self, weight: float) -> float:
-        return float(all_reduce(torch.tensor([weight], dtype=torch.float64), "the first weight", self._group))
+        return float(
+            all_reduce(torch.tensor([weight], dtype=torch.float64, device="cpu"), "the first weight", self._group)
+        )
 
     def mark(self, bucket: Bucket, position: int) -> None:
         """Mark a gradient as complete; launch full buckets in order, but not the one that carries the metadata."""

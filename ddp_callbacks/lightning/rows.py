@@ -155,7 +155,7 @@ def _size_of(rows: Sequence[Row], is_constant: bool) -> float:
 
 def _combine(values: list[float], weights: list[float], operation: str) -> float:
     if operation != "mean":
-        return float(getattr(torch.tensor(values, dtype=torch.float64), operation)())
+        return float(getattr(torch.tensor(values, dtype=torch.float64, device="cpu"), operation)())
     total = sum(weights)
     if not total:
         return sum(values) / len(values)
@@ -165,7 +165,7 @@ def _combine(values: list[float], weights: list[float], operation: str) -> float
 def _stack(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """Stack values as float64 on the CPU. If all are on one device, one operation copies them."""
     if not values:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     tensors = [torch.as_tensor(value) for value in values]
     if len({tensor.device for tensor in tensors}) > 1:
         tensors = [tensor.cpu() for tensor in tensors]

@@ -48,6 +48,15 @@ def _seconds(name: str, default: str) -> float:
     raise ConfigurationError(f"{name} must be a positive number of seconds, got {text!r}.")
 
 
+def limits() -> tuple[float, float]:
+    """Return the seconds of a machine's silence after which to warn, and to give it up.
+
+    Raises:
+        ConfigurationError: :data:`WARNING` or :data:`.HEARTBEAT_TIMEOUT` holds no positive number.
+    """
+    return _seconds(WARNING, "5"), _seconds(HEARTBEAT_TIMEOUT, "10")
+
+
 def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _OPTIONS:
@@ -64,16 +73,13 @@ class Connection:
 
     Attributes:
         rank: The rank at the other end.
-
-    Raises:
-        ConfigurationError: :data:`WARNING` or :data:`.HEARTBEAT_TIMEOUT` holds no positive number.
     """
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
         self._socket, self._received = sock, b""
         CLOSED_IN_CHILDREN.add(sock)
-        self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(HEARTBEAT_TIMEOUT, "10")
+        self._warning, self._timeout = limits()
         self._is_silent = False
         sock.settimeout(_SENDS)
         _keep_alive(sock)
@@ -132,7 +138,7 @@ def end_when_silent(port: int) -> None:
 
     For the connections of torch's stores, which have no limit of their own.
     """
-    limit = round(1000 * _seconds(HEARTBEAT_TIMEOUT, "10"))
+    limit = round(1000 * limits()[1])
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed by now, or is not connected
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):

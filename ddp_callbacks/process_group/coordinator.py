@@ -88,11 +88,11 @@ class Coordinator:
             handle(rank, message, now)
         return self._settle(now)
 
-    def lose(self, rank: int, now: float) -> Sent:
-        """Handle the end of a rank's connection."""
+    def lose(self, rank: int, now: float, why: str = "") -> Sent:
+        """Handle the end of a rank's connection; ``why`` is known unless the rank itself has ended it."""
         self._forget(rank)
         if rank not in self._left and rank not in self._gone:
-            self._bury([rank])
+            self._bury([rank], why)
         return self._settle(now)
 
     def tick(self, now: float) -> Sent:
@@ -235,11 +235,11 @@ class Coordinator:
             f"{place.line}."
         )
 
-    def _bury(self, ranks: list[int]) -> None:
+    def _bury(self, ranks: list[int], why: str = "") -> None:
         """Tell all ranks that these have died."""
         self._gone.update(ranks)
         if ranks:
-            self._end(FOREVER, {"kind": "gone", "ranks": sorted(ranks)})
+            self._end(FOREVER, {"kind": "gone", "ranks": sorted(ranks)} | ({"why": why} if why else {}))
 
     def _end(self, run: int | None, what: Message) -> None:
         if run not in self._ends:

@@ -76,9 +76,9 @@ class Preemption:
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit.total_seconds()
         if get_world_size(self.process_group) > 1:
-            here = presence()
-            here.preemptions += 1
-            self._agreement = Agreement(f"stop {here.preemptions}", resolve_group(self.process_group))
+            group, numbers = resolve_group(self.process_group), presence().preemptions
+            numbers[group.group_name] += 1
+            self._agreement = Agreement(f"stop {numbers[group.group_name]} of group {group.group_name}", group)
         self._handle_signals()
         return self
 

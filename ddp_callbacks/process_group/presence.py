@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -30,7 +30,7 @@ from ddp_callbacks._torch import (
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.client import Client, Gathering
-from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.connection import Message, limits
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.places import Exchanges, Place, where
 from ddp_callbacks.process_group.server import Server
@@ -58,7 +58,7 @@ class Presence:
         failed: Whether this run has failed here.
         aborted: Whether pending operations on accelerators were aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` outside of such parts.
-        preemptions: The number of :class:`.preemption.Preemption` contexts that this rank has entered.
+        preemptions: The number of :class:`.preemption.Preemption` contexts that this rank has entered, by group.
         moves: Whether the rank is between two default groups: the next one that exists belongs to this presence.
         beginning: The gathering of all ranks' positions at the begin of the next run, once this rank is there.
         client, heard: This rank's end of the control channel, and the messages that it has heard there.
@@ -67,11 +67,12 @@ class Presence:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
+        limits()  # raises here what is wrong, instead of in a thread
         self.pid, self.rank, self.run = os.getpid(), rank, 0
         self.exchanges = Exchanges()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
-        self.preemptions = 0
+        self.preemptions = Counter[str]()
         self.beginning: Gathering | None = None
         self.responders: dict[str, Callable[[], None]] = {}
         self.closed: deque[tuple[str, Callable[[], None]]] = deque(maxlen=_CLOSED)

@@ -100,8 +100,12 @@ class Server(threading.Thread):
     def _try(self, connection: Connection, action: Callable[[Connection], None]) -> None:
         try:
             action(connection)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it has ended, or the message is invalid
+        except TimeoutError as error:
+            self._drop(connection, str(error))
+        except OSError:  # it has ended
             self._drop(connection)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self._drop(connection, f"what it sent on the control channel is invalid: {error!r}")
 
     def _receive(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -118,13 +122,13 @@ class Server(threading.Thread):
         del self._strangers[stranger]
         self._ranks[rank], stranger.rank = stranger, rank
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, why: str = "") -> None:
         self._selector.unregister(connection)
         connection.close()
         self._strangers.pop(connection, None)
         if self._ranks.get(connection.rank) is connection:
             del self._ranks[connection.rank]
-            self._send(self._coordinator.lose(connection.rank, time.monotonic()))
+            self._send(self._coordinator.lose(connection.rank, time.monotonic(), why))
 
     def _send(self, sent: Sent) -> None:
         for rank, message in sent:

@@ -18,6 +18,7 @@ from kit.compare import assert_equal
 from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import Tensor, nn
 
+from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import (
     all_gather_object,
@@ -118,6 +119,18 @@ def test_every_rank_gets_every_row() -> None:
     first, second, *third = all_gather_object(strange if rank == 1 else [math.nan], "c")
     assert second == strange
     assert all(math.isnan(value) for (value,) in [first, *third])
+
+
+@WORLD.on(WIDE, GLOO)
+def test_messages_are_on_the_cpu_whatever_the_default_device() -> None:
+    model, inputs, size = nn.Linear(2, 1), torch.full((1, 2), 1.0 + dist.get_rank()), dist.get_world_size()
+    with torch.device("meta"):
+        gradients = GradientSynchronizer(model)
+        model(inputs).sum().backward()
+        gradients.close()
+        assert all_gather_object(inputs[0, 0], "a") == [rank + 1.0 for rank in range(size)]
+        broadcast_parameters(model)
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[(1 + size) / 2] * 2]
 
 
 @WORLD.on(TWO, GLOO)

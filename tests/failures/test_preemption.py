@@ -60,6 +60,19 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_is_named_on_all() -
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@WORLD.on(WIDE)
+def test_a_stop_of_all_ranks_is_found_after_one_of_some() -> None:
+    some = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with Preemption(process_group=some) as preemption:
+            assert not preemption.is_requested()
+    with Preemption() as preemption:
+        if dist.get_rank() == 2:
+            preemption.request("a test")
+        end = steps_until_a_stop(preemption)
+    assert by_rank(end) == [end] * 3 and end
+
+
 @WORLD
 def test_ranks_that_are_far_apart_stop_where_the_first_of_them_is() -> None:
     # Rank 0 is far ahead when rank 1 is asked to stop, as with local steps.

@@ -344,7 +344,9 @@ def test_a_rank_whose_message_is_malformed_is_lost_and_the_others_are_served(lis
     first, other = join(listening, 0), join(listening, 1)
     assert first.receive() == [{"event": "names", "names": NAMES[:2]}]
     other.send(message)
-    assert first.receive() == [{"event": "end", "run": FOREVER, "kind": "gone", "ranks": [1]}]
+    (end,) = first.receive()
+    assert end.pop("why").startswith("what it sent on the control channel is invalid: ")
+    assert end == {"event": "end", "run": FOREVER, "kind": "gone", "ranks": [1]}
     first.send(put("s", 3, [0]))
     (heard,) = first.receive()
     assert heard["event"] == "gathered"
