@@ -61,5 +61,5 @@ class MetadataFormat:
         flags, places = values[: self.buckets + self.parameters], values[self.buckets + self.parameters :]
         is_set = [count > 0 for count in flags]
         numbers = array("d", array("h", map(int, places)).tobytes()).tolist()
-        by_rank = [numbers[rank * self.numbers :][: self.numbers] for rank in range(self.world_size)]
+        by_rank = [numbers[rank * self.numbers : (rank + 1) * self.numbers] for rank in range(self.world_size)]
         return trained, is_set[: self.buckets], is_set[self.buckets :], by_rank

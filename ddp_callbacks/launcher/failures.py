@@ -129,7 +129,7 @@ class End:
         """
         self.code, self.ended_by, self.order = code, signal, time.monotonic()
         self.printed = read_record(self.text("f"), now - self.order)
-        self.is_ours = is_ending and signal in (None, "SIGTERM", "SIGKILL")
+        self.is_ours = is_ending and signal in (None, "SIGINT", "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.
         if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
             self.reason = f"killed by {signal}"

@@ -278,7 +278,8 @@ class Launch:
         """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
 
         Args:
-            number: The signal that a process of the job got. If it is SIGUSR1, the ranks get it, too; else SIGTERM.
+            number: The signal that a process of the job got. The ranks get SIGUSR1, too, and SIGINT if they handle no
+                SIGTERM; else they get SIGTERM.
             reason: The signal or limit that stops the job; empty if it ends by itself.
         """
         if self._ending is not None:
@@ -288,7 +289,7 @@ class Launch:
         if self._preparing is not None:
             self._preparing.cancel()
         else:
-            self._tell_all("stop", number=signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+            self._tell_all("stop", number=number if number in (signal.SIGUSR1, signal.SIGINT) else signal.SIGTERM)
             self.nodes[0].put("stopped")
 
     def end(self, at_once: bool = False) -> None:

@@ -761,6 +761,25 @@ def test_a_ctrl_c_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
     assert run.lines[-2] == "ddprun: rank 1 on localhost failed with exit code 1: ValueError: the cause"
 
 
+CLEANS_UP = """
+import os, sys, time
+try:
+    open(f"up-{os.environ['RANK']}", "w").close()
+    time.sleep(1000)
+finally:
+    print("cleans up", file=sys.stderr)
+"""
+
+
+def test_ctrl_c_is_keyboard_interrupt_in_a_script_that_handles_no_signal(tmp_path: Path) -> None:
+    with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, CLEANS_UP)) as run:
+        run.await_files("up-0", "up-1")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 128 + signal.SIGINT
+    assert sum("cleans up" in line for line in run.lines) == 2
+    assert run.lines[-1].startswith("ddprun: stopped by SIGINT"), run.lines
+
+
 FAILS_ONCE_THE_OTHER_HAS_STARTED = """
 import os, sys, time
 started = f"started-{os.environ['TORCHELASTIC_RESTART_COUNT']}"

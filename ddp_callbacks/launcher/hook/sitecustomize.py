@@ -126,9 +126,11 @@ def _watch_imports() -> None:
     sys.path.remove(root)
 
 
+on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an early Ctrl-C shows nobody a traceback of this file
 is_told = os.environ.get("RANK") == "0" and os.environ.get("DDP_CALLBACKS_INDEPENDENT") != "1"
 if os.environ.get("DDP_CALLBACKS_AUTO") == "1" or (is_told and os.environ.get("WORLD_SIZE") != "1"):
     _watch_imports()
 with suppress(OSError, KeyError):  # the node's program is gone, or this process belongs to another user
     _write_failures(os.environ["TORCHELASTIC_ERROR_FILE"], _write_stacks(os.environ.pop("DDP_CALLBACKS_STACKS")))
+signal.signal(signal.SIGINT, on_interrupt)
 _leave_no_trace()

@@ -15,6 +15,12 @@ from ddp_callbacks.launcher.node.processes import descendants, handled_by
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
 STACKS = signal.SIGQUIT  # makes a rank write the stacks of its threads, as in a Java program
 _WRITING = 0.2  # seconds to write them
+# How to ask for what a signal asks: the first of these that the rank handles. Ctrl-C is KeyboardInterrupt in Python.
+_WAYS = {
+    signal.SIGTERM: (signal.SIGTERM,),
+    signal.SIGUSR1: (signal.SIGUSR1, signal.SIGTERM),
+    signal.SIGINT: (signal.SIGTERM, signal.SIGINT),
+}
 
 
 class Ending:
@@ -63,7 +69,9 @@ class Ending:
 
     def ask(self, number: signal.Signals, patient: bool = True) -> None:
         """Ask the ranks to stop. If ``patient``, wait until a rank handles the signal, which would otherwise end it."""
-        self._request, self._is_patient = number, patient
+        # Python handles SIGINT from its start, and a program that is starting is not to be interrupted if patient.
+        self._request = signal.SIGTERM if patient and number == signal.SIGINT else number
+        self._is_patient = patient
         self._to_ask |= set(self._ranks) - self._asked
         self._ask_ranks()
 
@@ -117,7 +125,7 @@ class Ending:
         """Signal the ranks; if patient, only those that handle it by now: it would end a program that is starting."""
         for pid in list(self._to_ask):
             handled = handled_by(pid)
-            found = [number for number in (self._request, signal.SIGTERM) if number in (handled or ())]
+            found = [number for number in _WAYS[self._request] if number in (handled or ())]
             if not found and self._is_patient and handled is not None:
                 continue
             self._to_ask.discard(pid)
