@@ -32,7 +32,13 @@ from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attri
 from ddp_callbacks.data.attributes import Checksums, changed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts, _progress
-from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
+from ddp_callbacks.lightning._torchmetrics import (
+    attributes_beside,
+    default_states,
+    plain_states,
+    reductions_of,
+    set_states,
+)
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import metrics_of
 
@@ -54,11 +60,20 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         "trainer": _progress.trainer_state(trainer),
         "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": save_module(trainer.lightning_module, _has_gradients(trainer)),
-        "attributes": changed(attributes_of(trainer.lightning_module), at_start),
+        "attributes": changed(attributes_with_metrics(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
         "optimizers": _save_optimizers(trainer),
         "random": trainer.strategy.random_state.state_dict(),
     }
+
+
+def attributes_with_metrics(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module, with those of its metrics in place of their states."""
+    metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    found = {name: value for name, value in attributes_of(module).items() if name.rpartition(".")[0] not in metrics}
+    for prefix, metric in metrics.items():
+        found |= {f"{prefix}.{name}": value for name, value in attributes_beside(metric).items()}
+    return found
 
 
 def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> None:

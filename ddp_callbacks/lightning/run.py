@@ -325,9 +325,6 @@ class Run:
         else:
             results.join(ends=True)
         results.end_pass()
-        for loader in self._loaders():
-            if isinstance(loader, ShardedLoader):
-                loader.shares.clear()  # of batches fetched ahead, if a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))

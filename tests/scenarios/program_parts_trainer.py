@@ -347,6 +347,7 @@ BY_VALUES: dict[str, Callable[[], Any]] = {
     "own_max": lambda: Own("max"),
     "own_function": lambda: Own(_summed),
     "retrieval": lambda: RetrievalMAP(empty_target_action="skip"),
+    "running": lambda: torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), 2),
 }
 
 
