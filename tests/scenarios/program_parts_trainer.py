@@ -244,8 +244,9 @@ def logs(p: TrainerBuild, reduction: str) -> None:
     in_steps(p, p.rng.choice(STAGES), note)
 
 
-@trainer_part(without="loss", each=STAGES)
+@trainer_part(without="loss ends_epochs_early limits", each=STAGES)
 def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
+    """In an epoch of few batches, each part may have one: sizes of 1 throughout look like ``batch_size=1``."""
     on_step = p.maybe()
 
     def note(module: Module, batch: Any) -> None:
@@ -559,7 +560,10 @@ def new_parameters(p: TrainerBuild, how: str) -> None:
 @trainer_part(each=("on_train_epoch_start", "on_train_batch_start", "on_validation_end"))
 def rounded_in(p: TrainerBuild, hook: str) -> None:
     def rounds(module: Module, *_: Any) -> None:
+        gradients = [None if q.grad is None else q.grad.clone() for q in module.parameters()]
         module.float().double()
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient  # while they accumulate, each process has a part: a sum of rounded ones differs
 
     p.extend(None, None, **{hook: rounds})
 
