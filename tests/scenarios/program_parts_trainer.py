@@ -598,7 +598,10 @@ def callback_trains(p: TrainerBuild) -> None:
 # --- hooks and the loop -----------------------------------------------------------------------------------------------
 
 
-@trainer_part(each=("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"))
+DRAWS = "on_train_start on_validation_start on_validation_epoch_start on_validation_epoch_end on_validation_end"
+
+
+@trainer_part(each=("on_train_epoch_start", "on_train_epoch_end", *DRAWS.split()))
 def draws_in(p: TrainerBuild, hook: str) -> None:
     @torch.no_grad()
     def draw(self: Any, trainer: Any, module: Any, *_: Any) -> None:
@@ -730,8 +733,8 @@ def fitted_by_another_trainer(p: TrainerBuild) -> None:
     p.after.append(again)
 
 
-@trainer_part(can_be_cut=False, without="averages by_hand")
-def fails_first(p: TrainerBuild) -> None:
+@trainer_part(can_be_cut=False, without="averages by_hand", each=("and_is_seeded", "and_draws_on"))
+def fails_first(p: TrainerBuild, how: str) -> None:
     attempts: list[pl.Trainer] = []
 
     def fail(module: Module, batch: Any, batch_idx: int) -> None:
@@ -742,7 +745,8 @@ def fails_first(p: TrainerBuild) -> None:
         attempts.append(p.trainer)
         with contextlib.suppress(ArithmeticError):
             p.fit()
-        p.trainer = p.new_trainer()
+        with torch.random.fork_rng(enabled=how == "and_draws_on"):
+            p.trainer = p.new_trainer()
 
     p.extend(on_train_batch_start=fail)
     p.before.append(attempt)
