@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -173,6 +174,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "wants_to_stop": False} if self._run is None else self._run.state_dict()
+        run["outside"] = [parameter.detach().clone() for parameter in self._trained_outside()]
+        run["of_callbacks"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._of_callbacks or ()]
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
         return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
 
@@ -184,12 +187,21 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             are_as_many: Whether there were as many ranks as now.
         """
         own = states[0]
+        for parameter, value in zip(self._trained_outside(), own["outside"], strict=True):
+            parameter.detach().copy_(value)
+        for optimizer, state in zip(self._of_callbacks or (), own["of_callbacks"], strict=True):
+            optimizer.load_state_dict(state)
         if self._run is not None:
             self._run.load_state_dict(own, are_as_many)
         if self._synchronizer is not None and own["engine"] is not None:
             self._synchronizer.load_state_dict([state["engine"] for state in states])
         if are_as_many and self._local is not None and own["local_steps"] is not None:
             self._local.load_state_dict(own["local_steps"])
+
+    def _trained_outside(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that an optimizer trains, but neither the module nor its checkpoint has."""
+        known = set(map(id, self.lightning_module.parameters()))
+        return [parameter for parameter in self._trained_now() if id(parameter) not in known]
 
     def end_resuming(self) -> None:
         """End the fit that ``Resume`` saves, whether or not it has failed."""
