@@ -174,10 +174,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "wants_to_stop": False} if self._run is None else self._run.state_dict()
-        run["outside"] = [parameter.detach().clone() for parameter in self._trained_outside()]
-        run["of_callbacks"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._of_callbacks or ()]
-        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
+        return run | {
+            "outside": [parameter.detach().clone() for parameter in self._trained_outside()],
+            "of_callbacks": [copy.deepcopy(optimizer.state_dict()) for optimizer in self._of_callbacks or ()],
+            "engine": None if self._synchronizer is None else self._synchronizer.state_dict(),
+            "local_steps": None if self._local is None else self._local.state_dict(),
+        }
 
     def load_own_state(self, states: Sequence[dict[str, Any]], are_as_many: bool) -> None:
         """Inverse of :meth:`own_state`. Local.
