@@ -118,6 +118,9 @@ class ShardedLoader:
         return self._iterate(None)
 
     def _iterate(self, start: Start | None) -> ShardedIterator:
+        last = self.iterator
+        if last is None or not last.current.is_over:
+            self.shares.clear()  # nobody uses what was fetched ahead of a pass that a limit, or a new pass, has ended
         iterator = self._source.iterate(self.shares, self.limit, start)
         self._running = weakref.ref(iterator)
         return iterator

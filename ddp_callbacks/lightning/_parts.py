@@ -43,10 +43,12 @@ PRIVATE = (
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
     "loops.fit_loop:_FitLoop._skip_backward",
+    "loops.fit_loop:_FitLoop.on_run_start(self)",
     "loops.fit_loop:_FitLoop._should_accumulate(self)",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
+    "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
     "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
     # the strategy
     "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchmetrics import Metric
+from torchmetrics import Metric, SumMetric
 from torchmetrics.utilities.data import dim_zero_cat
+
+from ddp_callbacks.data.attributes import plain_attributes
 
 _OF_FORWARD = ("_is_synced", "_should_unsync", "_to_sync", "_enable_grad")
 SYNC = "_sync_dist"  # the method that merges the ranks' states
@@ -121,6 +123,12 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
 def plain_states(metric: Metric) -> dict[str, Any]:
     """Return the states of a metric, and its number of updates, for a file."""
     return {"states": metric._copy_state_dict(), "updates": metric._update_count}
+
+
+def attributes_beside(metric: Metric) -> dict[str, Any]:
+    """Return the plain attributes of a metric that are no states, such as what a ``MinMaxMetric`` has seen so far."""
+    names = vars(metric).keys() - vars(SumMetric()).keys() - metric._defaults.keys()
+    return {name: value for name, value in plain_attributes(metric).items() if name in names}
 
 
 def set_states(metric: Metric, states: dict[str, Any], updates: int) -> None:

@@ -31,8 +31,7 @@ from ddp_callbacks.checkpoints.module_state import load_module, save_module
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes
 from ddp_callbacks.data.attributes import Checksums, changed
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning import _logged, _parts, _progress
-from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
+from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import metrics_of
 
@@ -54,11 +53,20 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         "trainer": _progress.trainer_state(trainer),
         "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": save_module(trainer.lightning_module, _has_gradients(trainer)),
-        "attributes": changed(attributes_of(trainer.lightning_module), at_start),
+        "attributes": changed(attributes_with_metrics(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
         "optimizers": _save_optimizers(trainer),
         "random": trainer.strategy.random_state.state_dict(),
     }
+
+
+def attributes_with_metrics(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module, with those of its metrics in place of their states."""
+    metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    found = {name: value for name, value in attributes_of(module).items() if name.rpartition(".")[0] not in metrics}
+    for prefix, metric in metrics.items():
+        found |= {f"{prefix}.{name}": value for name, value in _torchmetrics.attributes_beside(metric).items()}
+    return found
 
 
 def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> None:
@@ -112,7 +120,7 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
 
 def _save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
     """Return this rank's states of the metrics in ``owners``: a module and callbacks. Local."""
-    return [plain_states(metric) for metric in metrics_of(owners)]
+    return [_torchmetrics.plain_states(metric) for metric in metrics_of(owners)]
 
 
 def _load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
@@ -125,14 +133,14 @@ def _load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
         if index < len(states.mine):
             own = states.mine[index]
             saved = own["states"] if states.is_same_world else _merged_states(metric, states, index)
-            set_states(metric, saved, own["updates"])
+            _torchmetrics.set_states(metric, saved, own["updates"])
 
 
 def _merged_states(metric: Metric, by_rank: LocalStates, index: int) -> dict[str, Any]:
     rank, world_size = by_rank.rank, by_rank.world_size
-    defaults = default_states(metric)
+    defaults = _torchmetrics.default_states(metric)
     found: dict[str, Any] = {}
-    for name, reduction in reductions_of(metric).items():
+    for name, reduction in _torchmetrics.reductions_of(metric).items():
         states = [each[index]["states"][name] for each in by_rank.of_ranks]
         if isinstance(defaults[name], list):
             found[name] = [part for state in states for part in state] if rank == 0 else []

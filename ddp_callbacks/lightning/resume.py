@@ -26,7 +26,7 @@ from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
-from ddp_callbacks.checkpoints.saved_attributes import attributes_of, set_attributes
+from ddp_callbacks.checkpoints.saved_attributes import set_attributes
 from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
@@ -114,7 +114,7 @@ class Fit:
     def note_start(self) -> None:
         """Note the module's attributes, before the hooks of the fit run."""
         module = self._trainer.lightning_module
-        found = attributes_of(module)
+        found = own_state.attributes_with_metrics(module)
         if self._recovery is not None:
             device = self._trainer.strategy.root_device
             before = self._recovery.at_start({"module": found}, device).get("module", {})

@@ -83,6 +83,10 @@ class Run:
             for name in _parts.MONITORED:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
+        # Rank 0 has drawn for the sanity check, and for the loader.
+        self._exit.before(trainer.fit_loop, "on_run_start", self.drawing.random_state.synchronize)
+        for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            self._exit.before(loop, "on_run_start", self._before_evaluation)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
@@ -224,12 +228,11 @@ class Run:
         return functools.partial(joint_loss, closure, lambda: self.batches.weight_and_total)
 
     def begin_training(self) -> None:
-        """Begin training: stop if a rank wants to, and share rank 0's random state. A collective.
+        """Begin training: stop if a rank wants to. A collective.
 
         Callbacks that compare losses, such as Lightning's learning rate finder, get those of whole batches from now on.
         """
         self.decisions.pass_moment()
-        self.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
         for callback in filter(_parts.compares_losses, self._trainer.callbacks):
             self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
 
@@ -297,10 +300,11 @@ class Run:
             return None
         return synchronizer if self._is_automatic and not _parts.skips_backward(self._trainer) else None
 
-    def before_validation(self) -> None:
-        """Join values that hooks have logged after the last training step, for their readers. A collective."""
+    def _before_evaluation(self) -> None:
+        """For hooks, share what the loaders have drawn, and join what was logged after the last step. A collective."""
+        results = _logged.results_of_training(self._trainer)
+        self.drawing.random_state.share()
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
-            results = _logged.results_of_training(self._trainer)
             results.join()
             _logged.refresh_metrics(self._trainer, results)
 
@@ -325,9 +329,6 @@ class Run:
         else:
             results.join(ends=True)
         results.end_pass()
-        for loader in self._loaders():
-            if isinstance(loader, ShardedLoader):
-                loader.shares.clear()  # of batches fetched ahead, if a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -91,11 +92,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """With local steps, train from the parameters that hooks may have replaced at the start of the epoch."""
         if batch_idx == 0:
             self._make_one()
+            self.random_state.share()  # rank 0 has drawn the order: an epoch that raises leaves all ranks behind that
 
     def on_validation_start(self) -> None:
         """Merge the running statistics of the training so far; with local steps, average the parameters."""
         if self._run is not None:
-            self._run.before_validation()
             self._run.merge_buffers()
         self._make_one()
 
@@ -173,8 +174,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "wants_to_stop": False} if self._run is None else self._run.state_dict()
-        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
+        return run | {
+            "outside": [parameter.detach().clone() for parameter in self._trained_outside()],
+            "of_callbacks": [copy.deepcopy(optimizer.state_dict()) for optimizer in self._of_callbacks or ()],
+            "engine": None if self._synchronizer is None else self._synchronizer.state_dict(),
+            "local_steps": None if self._local is None else self._local.state_dict(),
+        }
 
     def load_own_state(self, states: Sequence[dict[str, Any]], are_as_many: bool) -> None:
         """Inverse of :meth:`own_state`. Local.
@@ -184,12 +189,21 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             are_as_many: Whether there were as many ranks as now.
         """
         own = states[0]
+        for parameter, value in zip(self._trained_outside(), own["outside"], strict=True):
+            parameter.detach().copy_(value)
+        for optimizer, state in zip(self._of_callbacks or (), own["of_callbacks"], strict=True):
+            optimizer.load_state_dict(state)
         if self._run is not None:
             self._run.load_state_dict(own, are_as_many)
         if self._synchronizer is not None and own["engine"] is not None:
             self._synchronizer.load_state_dict([state["engine"] for state in states])
         if are_as_many and self._local is not None and own["local_steps"] is not None:
             self._local.load_state_dict(own["local_steps"])
+
+    def _trained_outside(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that an optimizer trains, but neither the module nor its checkpoint has."""
+        known = set(map(id, self.lightning_module.parameters()))
+        return [parameter for parameter in self._trained_now() if id(parameter) not in known]
 
     def end_resuming(self) -> None:
         """End the fit that ``Resume`` saves, whether or not it has failed."""

@@ -244,8 +244,9 @@ def logs(p: TrainerBuild, reduction: str) -> None:
     in_steps(p, p.rng.choice(STAGES), note)
 
 
-@trainer_part(without="loss", each=STAGES)
+@trainer_part(without="loss ends_epochs_early limits", each=STAGES)
 def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
+    """In an epoch of few batches, each part may have one: sizes of 1 throughout look like ``batch_size=1``."""
     on_step = p.maybe()
 
     def note(module: Module, batch: Any) -> None:
@@ -347,6 +348,7 @@ BY_VALUES: dict[str, Callable[[], Any]] = {
     "own_max": lambda: Own("max"),
     "own_function": lambda: Own(_summed),
     "retrieval": lambda: RetrievalMAP(empty_target_action="skip"),
+    "running": lambda: torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), 2),
 }
 
 
@@ -558,7 +560,10 @@ def new_parameters(p: TrainerBuild, how: str) -> None:
 @trainer_part(each=("on_train_epoch_start", "on_train_batch_start", "on_validation_end"))
 def rounded_in(p: TrainerBuild, hook: str) -> None:
     def rounds(module: Module, *_: Any) -> None:
+        gradients = [None if q.grad is None else q.grad.clone() for q in module.parameters()]
         module.float().double()
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient  # while they accumulate, each process has a part: a sum of rounded ones differs
 
     p.extend(None, None, **{hook: rounds})
 
@@ -593,7 +598,10 @@ def callback_trains(p: TrainerBuild) -> None:
 # --- hooks and the loop -----------------------------------------------------------------------------------------------
 
 
-@trainer_part(each=("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"))
+DRAWS = "on_train_start on_validation_start on_validation_epoch_start on_validation_epoch_end on_validation_end"
+
+
+@trainer_part(each=("on_train_epoch_start", "on_train_epoch_end", *DRAWS.split()))
 def draws_in(p: TrainerBuild, hook: str) -> None:
     @torch.no_grad()
     def draw(self: Any, trainer: Any, module: Any, *_: Any) -> None:
@@ -725,8 +733,8 @@ def fitted_by_another_trainer(p: TrainerBuild) -> None:
     p.after.append(again)
 
 
-@trainer_part(can_be_cut=False, without="averages by_hand")
-def fails_first(p: TrainerBuild) -> None:
+@trainer_part(can_be_cut=False, without="averages by_hand", each=("and_is_seeded", "and_draws_on"))
+def fails_first(p: TrainerBuild, how: str) -> None:
     attempts: list[pl.Trainer] = []
 
     def fail(module: Module, batch: Any, batch_idx: int) -> None:
@@ -737,7 +745,8 @@ def fails_first(p: TrainerBuild) -> None:
         attempts.append(p.trainer)
         with contextlib.suppress(ArithmeticError):
             p.fit()
-        p.trainer = p.new_trainer()
+        with torch.random.fork_rng(enabled=how == "and_draws_on"):
+            p.trainer = p.new_trainer()
 
     p.extend(on_train_batch_start=fail)
     p.before.append(attempt)

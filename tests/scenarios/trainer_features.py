@@ -465,6 +465,8 @@ APART: dict[str, Any] = {}
 
 ITS_OWN = "it counts what it has seen itself, which is in no file"
 NOT_RESUMED = {
+    "a_fit_behind_one_that_raised": "it would raise again",
+    "a_stream_fitted_longer": "the second fit of one Trainer begins where the first has ended",
     "loaders_of_every_second_epoch": "in another epoch the script gives other data than that of the cut",
     "logs_behind_the_step": "its attribute is a list, which begins anew on another number of processes",
     "model_pruning": "Lightning's checkpoints have pruned weights, but not which they are",

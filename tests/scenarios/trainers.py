@@ -1042,3 +1042,96 @@ def a_classifier_that_a_callback_trains(strategy: Any) -> Any:
     online = Online()
     found = fit(strategy, Net(), loader(29, 8), loader(13, 5, 9), callbacks=[online])
     return found | {"evaluator": online.evaluator.weight.detach().clone()}
+
+
+class Centres(Net):
+    """A parameter that only its optimizer has, as some losses keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = [nn.Parameter(torch.linspace(-1, 1, CLASSES, dtype=torch.float64))]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]) + self.centres[0], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.centres], 0.1, momentum=0.9)
+
+
+class OnlineWithoutState(pl.Callback):
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.evaluator = nn.Linear(CLASSES, CLASSES).double()
+        self.optimizer = torch.optim.Adam(self.evaluator.parameters(), 0.1)
+
+    on_train_batch_end = Online.on_train_batch_end
+
+
+@scenario
+def parameters_that_no_module_has(strategy: Any) -> Any:
+    module, online = Centres(), OnlineWithoutState()
+    found = fit(strategy, module, callbacks=[online])
+    return found | {"kept": [*module.centres, *online.evaluator.parameters()]}
+
+
+class Extremes(Net):
+    """Metrics that keep something beside their states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.Accuracy("multiclass", num_classes=CLASSES))
+        self.recent = torchmetrics.wrappers.Running(torchmetrics.SumMetric(), 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.extremes.update(self(batch[0]).detach(), batch[1])
+        self.recent.update(batch[0][:, 0].mul(64).round() / 64)  # exact in float32
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.extremes.compute() | {"recent": self.recent.compute()})
+        self.extremes.reset()
+
+
+@scenario
+def metrics_that_keep_more_than_states(strategy: Any) -> Any:
+    return fit(strategy, Extremes(), max_epochs=4)
+
+
+class DrawsAtStarts(pl.Callback):
+    @torch.no_grad()
+    def draw(self, trainer: pl.Trainer, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+
+    on_train_start = on_train_epoch_start = on_validation_start = on_validation_epoch_start = draw
+
+
+@scenario
+def hooks_at_the_start_draw(strategy: Any) -> Any:
+    train, validation = loader(shuffle=True), DataLoader(Stream(13), 5)
+    made, module = trainer(strategy, callbacks=[DrawsAtStarts()]), Net()
+    made.fit(module, train, validation)
+    return outcome(made, module), made.validate(module, loader(13, 5, 9, shuffle=True), verbose=False)
+
+
+@scenario
+def a_stream_fitted_longer(strategy: Any) -> Any:
+    """Lightning fetches a batch ahead, and begins the stream again."""
+    made, module, stream = trainer(strategy), Net(), DataLoader(Stream(21), 4)
+    made.fit(module, stream)
+    made.fit_loop.max_epochs += 2
+    made.fit(module, stream)
+    return outcome(made, module)
+
+
+@scenario
+def a_fit_behind_one_that_raised(strategy: Any) -> Any:
+    """It draws on: other orders than those of the first."""
+    train = loader(shuffle=True)
+    with contextlib.suppress(ArithmeticError, PeerError):
+        fit(strategy, Fails(), train)
+    with torch.random.fork_rng():
+        made = trainer(strategy)
+    module = Net()
+    made.fit(module, train)
+    return outcome(made, module)
