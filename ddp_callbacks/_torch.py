@@ -178,11 +178,22 @@ def override(loader: DataLoader[Any], **attributes: Any) -> None:
 def forget_workers(loader: DataLoader[Any]) -> None:
     """Make a loader with ``persistent_workers`` start new workers for its next pass."""
     loader._iterator = None
+    note_workers(loader, False)
 
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
     """Whether workers of an earlier pass wait for the next pass, which then draws no seed for them."""
     return loader.persistent_workers and loader._iterator is not None
+
+
+def note_workers(loader: DataLoader[Any], has_some: bool) -> None:
+    """Note whether a copy of the user's loader has persistent workers, which without a copy the loader would have."""
+    override(loader, ddp_callbacks_has_workers=has_some)
+
+
+def would_have_workers(loader: DataLoader[Any]) -> bool:
+    """Whether the user's loader would have persistent workers of an earlier pass if no pass had used a copy."""
+    return getattr(loader, "ddp_callbacks_has_workers", False) or has_persistent_workers(loader)
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:

@@ -51,7 +51,7 @@ class Order(Iterable[Any]):
         self._sampler, self._sources, self._group, divider = sampler, source.sources, source.group, source.divider
         self._is_sent = divider.division != "own" and divider.world_size > 1
         self._runs_sampler = not self._is_sent or divider.rank == 0
-        self._start, self._begin = start, start.before if start and start.draws_from_before else None
+        self._start, self._begin = start, get_global_state(source.sources) if source.starts_workers_again else None
         self._batches: Iterator[Any] | None = None  # the sampler's iterator, on ranks that run it
         self._again: list[Any] = []  # the next block, if an earlier run drew it
         self._is_over = False

@@ -6,6 +6,9 @@ only; the ranks would then sum different buckets. So a backward sends the bucket
 earlier backwards, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise,
 buckets missing from the prediction follow; buckets predicted in vain contain zeros.
 
+The checksum includes the number of batches that a rank has drawn since the last synchronization: a rank that leaves out
+the backward of a batch would otherwise add its gradient of the next batch to the others' gradients of this one.
+
 [Note: a gradient that comes twice]
 With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
 launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send the
@@ -27,8 +30,15 @@ from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.metadata import MetadataFormat
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
+
+_EACH_BATCH = (
+    "A rank that has drawn more has left out the backward of a batch, as by continue, so gradients of different batches "
+    "would be added up. Call backward for each batch on every rank: if a rank's part must not count, of loss * 0, or "
+    "after weigh(0, total). Or leave out the batch on all ranks."
+)
 
 
 class Reducer:
@@ -61,7 +71,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
-        self._times = times
+        self._times, self._drawn = times, presence().drawn
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
@@ -130,7 +140,7 @@ class Reducer:
         trained, dirty, used, numbers = self._format.decode(self._exchange_metadata())
         if self.outgoing is not None:
             self.carried, self.outgoing = [carried for _, *carried in numbers], None
-        self._require_same_trained(trained)
+        self._require_same_step(trained)
         filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
         self._send_rest(filled, dirty)
         correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
@@ -148,6 +158,7 @@ class Reducer:
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
+        self._drawn.count = 0
         self.rounds += 1
         self._times.mark(None)
 
@@ -181,8 +192,8 @@ class Reducer:
         return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
-        """Return a checksum of the trained parameters; float32 holds its sum over the ranks exactly."""
-        checksum = 0
+        """Return a checksum of what must be trained alike; float32 holds its sum over the ranks exactly."""
+        checksum = self._drawn.count
         for bucket in self.buckets:
             checksum = zlib.crc32(bytes(bucket.frozen), checksum)
         if self.dense < len(self.parameters):
@@ -225,10 +236,12 @@ class Reducer:
         for slot in range(self.dense, len(self.parameters)):
             self.used[slot] = self.used[slot] and self.parameters[slot].grad is not None
 
-    def _require_same_trained(self, trained: float) -> None:
-        """Raise on all ranks if they train different parameters."""
+    def _require_same_step(self, trained: float) -> None:
+        """Raise on all ranks if they train on different batches, or train different parameters."""
         if trained == self._trained() * self._group.size():
             return
+        drawn = {"drawn since the last backward": str(self._drawn)}
+        require_agreement(drawn, "the batch that this backward is of", _EACH_BATCH, self._group)
         settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
         remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
         require_agreement(settings, "which parameters are trained", remedy, self._group)

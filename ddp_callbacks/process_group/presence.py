@@ -32,7 +32,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.client import Client, Gathering
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.coordinator import FOREVER
-from ddp_callbacks.process_group.places import Exchanges, Place, where
+from ddp_callbacks.process_group.places import DrawnBatches, Exchanges, Place, where
 from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
@@ -55,6 +55,7 @@ class Presence:
         name: This rank, host and process id, for messages.
         run: The number of the run; equal on all ranks whenever they communicate.
         exchanges: Counts the exchanges that this rank has entered.
+        drawn: The batches that this rank has drawn since its last backward.
         failed: Whether this run has failed here.
         aborted: Whether pending operations on accelerators were aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` outside of such parts.
@@ -68,7 +69,7 @@ class Presence:
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
         self.pid, self.rank, self.run = os.getpid(), rank, 0
-        self.exchanges = Exchanges()
+        self.exchanges, self.drawn = Exchanges(), DrawnBatches()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
         self.preemptions = 0

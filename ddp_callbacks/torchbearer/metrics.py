@@ -39,7 +39,8 @@ class ReduceMetrics(DistributedCallback):
 
     This is exact for metrics built with Torchbearer's decorators: ``mean``, ``std``, ``var`` over values per sample or
     over one scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all ranks'
-    rows in the loader's order. ``running_mean`` (without ``dim``) ends a pass with the window of the whole batches.
+    rows in the loader's order. ``running_mean`` (without ``dim``) ends a pass with the window of the whole batches, and
+    forgets those of a pass that has raised.
     Before the epoch ends, running values are those of this rank, and an ``EpochLambda`` is NaN. For any other metric
     whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
