@@ -29,7 +29,7 @@ from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
 
 _INDICES = 4096  # per block
-_DOING = "the order of the batches"
+_DOING = "the next batches of a loader"
 
 
 class Order(Iterable[Any]):

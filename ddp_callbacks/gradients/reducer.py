@@ -35,8 +35,8 @@ from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
 
 _EACH_BATCH = (
-    "A rank that has drawn more has left out the backward of a batch, as by continue, so gradients of different batches "
-    "would be added up. Call backward for each batch on every rank: if a rank's part must not count, of loss * 0, or "
+    "A rank that has drawn more has left out the backward of a batch (continue), so gradients of different batches "
+    "would be added up. Call backward for each batch on every rank: of loss * 0 if the rank's part must not count, or "
     "after weigh(0, total). Or leave out the batch on all ranks."
 )
 
@@ -74,16 +74,18 @@ class Reducer:
         self._times, self._drawn = times, presence().drawn
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
-        self.buckets = [
-            Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
-            for index, slots in enumerate(assigned)
-        ]
+        self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
         self._forecast = Forecast([bucket.index for bucket in self.buckets if bucket.active])
         self._planned: list[Bucket] = []  # the buckets that this backward should fill, in launch order
         self._launched = 0  # how many planned buckets are launched
         self._carries_metadata = False  # whether the last planned bucket does
         self._scale = 1.0  # the factor for gradients before the sum
         self._is_finished = True  # False after an exception has ended a backward
+
+    def _bucket(self, index: int, slots: list[int]) -> Bucket:
+        parameters = [self.parameters[slot] for slot in slots]
+        pool = BufferPool(parameters, self._format.numel, self._sums.allocate)
+        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters])
 
     def note_used(self, names: Container[str]) -> None:
         """Note that the parameters with these names have a gradient that is not synchronized yet."""
@@ -210,7 +212,7 @@ class Reducer:
             assert memory is not None
             return memory.flat[memory.numel :]
         # Not before the waits: a hook may start more collectives from its futures, at different moments on the ranks.
-        return all_reduce(self._message(), "the metadata of the gradients", self._group)
+        return all_reduce(self._message(), "the end of a backward", self._group)
 
     def _send_rest(self, filled: list[Bucket], dirty: Sequence[bool]) -> None:
         """Sum contributions to buckets launched before, and buckets that were not predicted. A collective."""

@@ -47,9 +47,10 @@ class GradientSynchronizer:
     From construction to :meth:`close`, each backward adds to ``parameter.grad`` the sum over the ranks of ``weight /
     total weight`` times the local gradient. If you pass the number of samples to :meth:`weigh` and your loss is a mean,
     that is the gradient of the mean over all samples of all ranks. Backward returns when the sum is complete, so
-    clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. If a rank
-    leaves out the backward of a batch, all raise in the next one, provided that the batch is of a sharded loader and
-    that the main thread draws it. With a single process it does nothing. The constructor is a collective: it blocks until every rank has called it.
+    clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. If
+    a rank leaves out the backward of a batch, all raise in the next one, provided that the batch is of a sharded loader
+    and that the main thread draws it. With a single process it does nothing. The constructor is a collective: it blocks
+    until every rank has called it.
 
     It lives as long as its module, whether you keep it or not. If a program trains several models one after the other,
     :meth:`close` each synchronizer: torch never frees a parameter with a hook that refers to it.

@@ -151,7 +151,7 @@ class Presence:
         """Let rank 0 know that, inside, this rank waits at ``place``, or finds out why its wait there ``broke``."""
         self._waits += 1
         self.heard.pop("told", place.doing, place.run)
-        self.client.send({"event": "wait", "place": asdict(place), "broke": broke})
+        self.client.send({"event": "wait", "place": asdict(place) | {"line": where()[1]}, "broke": broke})
         try:
             yield
         finally:
