@@ -47,8 +47,8 @@ class Preemption:
 
     Attributes:
         process_group: The ``process_group`` that was passed.
-        reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
-            :meth:`is_requested` has returned ``True``; empty before.
+        reason: Who asked to stop, and how: ``"SIGTERM, first seen on rank 1 (host node2, pid 4711)"``. The same on
+            every rank once :meth:`is_requested` has returned ``True``; empty before.
     """
 
     def __init__(
@@ -146,4 +146,4 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = self._signalled or now
-        self.request(signal.Signals(number).name)
+        self.request(f"{signal.Signals(number).name}, first seen")

@@ -361,7 +361,8 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
         if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
             warnings.warn(
                 f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
-                "epoch value is the mean over the processes, weighted by samples.",
+                "epoch value is the mean over the processes, weighted by samples. For one process's value, make it "
+                "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda).",
                 stacklevel=2,
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
