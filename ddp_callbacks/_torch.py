@@ -166,6 +166,7 @@ def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
 def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader with workers of its own. It keeps the user's class and options."""
     copied = copy.copy(loader)
+    note_workers(copied, has_persistent_workers(loader))
     copied._iterator = None
     return copied
 
@@ -182,18 +183,14 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
-    """Whether workers of an earlier pass wait for the next pass, which then draws no seed for them."""
-    return loader.persistent_workers and loader._iterator is not None
+    """Whether workers of an earlier pass, of the loader or a copy, wait for the next, which then draws no seed."""
+    has_some = loader._iterator is not None or getattr(loader, "ddp_callbacks_has_workers", False)
+    return loader.persistent_workers and has_some
 
 
 def note_workers(loader: DataLoader[Any], has_some: bool) -> None:
-    """Note whether a copy of the user's loader has persistent workers, which without a copy the loader would have."""
+    """Note whether a loader's copy has persistent workers, or those of the loader would wait for a pass of the copy."""
     override(loader, ddp_callbacks_has_workers=has_some)
-
-
-def would_have_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the user's loader would have persistent workers of an earlier pass if no pass had used a copy."""
-    return getattr(loader, "ddp_callbacks_has_workers", False) or has_persistent_workers(loader)
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:

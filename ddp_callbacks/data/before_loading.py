@@ -11,14 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from ddp_callbacks._torch import (
-    copied_loader,
-    has_persistent_workers,
-    keeps_iterator,
-    note_workers,
-    override,
-    would_have_workers,
-)
+from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
@@ -92,10 +85,6 @@ class Part(Source):
         if start and start.position and start.position["drawn"]:
             self._order.begin()
         return ShardedIterator(self, self._begun, batches, batches, shares)
-
-    @property
-    def starts_workers_again(self) -> bool:
-        return would_have_workers(self._of_user) and not has_persistent_workers(self.loader)
 
     def size_of(self, drawn: Any) -> int:
         return len(drawn) if self.has_batches else 1

@@ -69,10 +69,9 @@ class Source:
 
     Attributes:
         is_stateful: Whether the loader resumes by a ``state_dict`` of its own.
-        starts_workers_again: Whether the next pass draws a seed for workers that those of an earlier pass would spare.
     """
 
-    is_stateful = starts_workers_again = False
+    is_stateful = False
 
     def __init__(
         self, loader: Any, objects: Mapping[str, object], divider: Divider, group: dist.ProcessGroup | None

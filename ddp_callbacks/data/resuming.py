@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_callbacks._torch import note_workers, would_have_workers
+from ddp_callbacks._torch import has_persistent_workers, note_workers
 from ddp_callbacks.data.global_state import (
     get_global_state,
     get_state_of,
@@ -75,6 +75,7 @@ class Resumable(ShardedLoader):
         elif self._pass is not None and not self._source.is_stateful:
             last = self._pass.position(None)
         within, before, now = self.attributes.changed(*map(_attributes_of, (position, last)), self.attributes.take())
+        loader = self._source.loader
         return {
             "about": self._about(),
             "rank": self._source.divider.rank,
@@ -82,7 +83,7 @@ class Resumable(ShardedLoader):
             "passes": self._passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
-            "has_workers": isinstance(self.loader, DataLoader) and would_have_workers(self.loader),
+            "has_workers": isinstance(loader, DataLoader) and has_persistent_workers(loader),
             "data": [get_state_of(generator) for generator in self._generators_of_data()],
             "pass": position and {**position, "attributes": within},
             "last": last and {**last, "attributes": before},
@@ -105,8 +106,8 @@ class Resumable(ShardedLoader):
         self._pass, self._resumed = None, state["pass"]
         self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
         self._passes = state["passes"]
-        if isinstance(self.loader, DataLoader):
-            note_workers(self.loader, state["has_workers"])
+        if isinstance(self._source.loader, DataLoader):
+            note_workers(self._source.loader, state["has_workers"])
         set_generators(self._source.sources, state["generators"])
         self.attributes.load(state.get("attributes", {}))
         if (state["rank"], state["world_size"]) == (self._source.divider.rank, self._source.divider.world_size):

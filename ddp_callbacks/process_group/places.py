@@ -51,10 +51,6 @@ class Place:
     torch: str = ""
     line: str = ""
 
-    @property
-    def at(self) -> str:
-        return f" ({self.line})" if self.line else ""
-
     def concerns(self, rank: int) -> bool:
         """Whether ``rank`` takes part in the exchange."""
         return self.members is None or rank in self.members
