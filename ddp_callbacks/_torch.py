@@ -184,13 +184,12 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
     """Whether workers of an earlier pass, of the loader or a copy, wait for the next, which then draws no seed."""
-    has_some = loader._iterator is not None or getattr(loader, "ddp_callbacks_has_workers", False)
-    return loader.persistent_workers and has_some
+    return loader.persistent_workers and (loader._iterator is not None or getattr(loader, "ddp_callbacks_waits", False))
 
 
 def note_workers(loader: DataLoader[Any], has_some: bool) -> None:
     """Note whether a loader's copy has persistent workers, or those of the loader would wait for a pass of the copy."""
-    override(loader, ddp_callbacks_has_workers=has_some)
+    override(loader, ddp_callbacks_waits=has_some)
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:

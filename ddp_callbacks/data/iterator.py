@@ -18,7 +18,6 @@ from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.places import DrawnBatches
 from ddp_callbacks.process_group.presence import found
 
 
@@ -122,9 +121,7 @@ class Pass:
         self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
         self.first: list[Any] | None = None
         self.is_begun = self.is_over = False
-        here = None if source.divider.division == "dealt" else found()
-        self._noted = DrawnBatches() if here is None else here.drawn
-        self._noted.count = 0
+        self._here = None if source.divider.division == "dealt" else found()
 
     def draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's part of each step, and queue its share."""
@@ -140,7 +137,8 @@ class Pass:
         """Count a step that is handed out, and return its share."""
         self.used += 1
         self._handed_out += 1
-        self._noted.note(self.used)
+        if self._here is not None:
+            self._here.drawn.note(self.used)
         if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
             self.first = None
         return self._shares.popleft()

@@ -24,6 +24,7 @@ from ddp_callbacks.data.global_state import (
     states_of_generators,
 )
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Start
+from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
@@ -75,7 +76,6 @@ class Resumable(ShardedLoader):
         elif self._pass is not None and not self._source.is_stateful:
             last = self._pass.position(None)
         within, before, now = self.attributes.changed(*map(_attributes_of, (position, last)), self.attributes.take())
-        loader = self._source.loader
         return {
             "about": self._about(),
             "rank": self._source.divider.rank,
@@ -83,7 +83,7 @@ class Resumable(ShardedLoader):
             "passes": self._passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
-            "has_workers": isinstance(loader, DataLoader) and has_persistent_workers(loader),
+            "has_workers": isinstance(self._source.loader, DataLoader) and has_persistent_workers(self._source.loader),
             "data": [get_state_of(generator) for generator in self._generators_of_data()],
             "pass": position and {**position, "attributes": within},
             "last": last and {**last, "attributes": before},
@@ -142,12 +142,8 @@ class Resumable(ShardedLoader):
 
     def _about(self) -> dict[str, Any]:
         is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-        try:
-            samples = len(self.loader.dataset)
-        except (AttributeError, TypeError, NotImplementedError):
-            samples = None
         return {
-            "samples in the data set": samples,
+            "samples in the data set": length_of(getattr(self.loader, "dataset", None)),
             "samples in a batch": getattr(self.loader, "batch_size", None),
             "batch_size": self._source.divider.division,
             "num_workers of an iterable data set": getattr(self.loader, "num_workers", None) if is_iterable else None,

@@ -34,10 +34,9 @@ from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
 
-_EACH_BATCH = (
-    "A rank that has drawn more has left out the backward of a batch (continue), so gradients of different batches "
-    "would be added up. Call backward for each batch on every rank: of loss * 0 if the rank's part must not count, or "
-    "after weigh(0, total). Or leave out the batch on all ranks."
+_REMEDY = (
+    "Freeze the same parameters on every rank (requires_grad), before the same backward. Call backward for each batch "
+    "on every rank, of loss * 0 if its part must not count: otherwise gradients of different batches are added up."
 )
 
 
@@ -94,7 +93,8 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Continue in place of a reducer of other parameters. Local."""
-        if self._sums.options.comm_hook is not None and self.layout() != before.layout():
+        now, then = ([[each.shape for each in own.pool.parameters] for own in of.buckets] for of in (self, before))
+        if self._sums.options.comm_hook is not None and now != then:
             raise ConfigurationError(
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."
@@ -150,9 +150,8 @@ class Reducer:
             if correction != 1:
                 bucket.reduced().mul_(correction)
             bucket.write_back(used, keeps=not correction)
-        for slot in range(self.dense, len(self.parameters)):
+        for slot, parameter in enumerate(self.known.sparse, self.dense):
             if used[slot]:
-                parameter = self.parameters[slot]
                 summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
                 if correction or parameter.grad is None:
                     parameter.grad = summed
@@ -163,10 +162,6 @@ class Reducer:
         self._drawn.count = 0
         self.rounds += 1
         self._times.mark(None)
-
-    def layout(self) -> list[list[torch.Size]]:
-        """Return the shapes of the parameters in each bucket. Local."""
-        return [[parameter.shape for parameter in bucket.pool.parameters] for bucket in self.buckets]
 
     def _require_known(self) -> None:
         """Raise if a parameter has a gradient that no bucket sends, or has another dtype than its bucket."""
@@ -195,13 +190,9 @@ class Reducer:
 
     def _trained(self) -> float:
         """Return a checksum of what must be trained alike; float32 holds its sum over the ranks exactly."""
-        checksum = self._drawn.count
-        for bucket in self.buckets:
-            checksum = zlib.crc32(bytes(bucket.frozen), checksum)
-        if self.dense < len(self.parameters):
-            sparse = self.parameters[self.dense :]
-            checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in sparse), checksum)
-        return float(checksum % ((1 << 24) // self._group.size()))
+        dense = [is_frozen for bucket in self.buckets for is_frozen in bucket.frozen]
+        sparse = [not parameter.requires_grad for parameter in self.parameters[self.dense :]]
+        return float(zlib.crc32(bytes(dense + sparse), self._drawn.count) % ((1 << 24) // self._group.size()))
 
     def _exchange_metadata(self) -> torch.Tensor:
         """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
@@ -242,8 +233,6 @@ class Reducer:
         """Raise on all ranks if they train on different batches, or train different parameters."""
         if trained == self._trained() * self._group.size():
             return
-        drawn = {"drawn since the last backward": str(self._drawn)}
-        require_agreement(drawn, "the batch that this backward is of", _EACH_BATCH, self._group)
         settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
-        remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
-        require_agreement(settings, "which parameters are trained", remedy, self._group)
+        drawn = {"drawn since the last backward": str(self._drawn)}
+        require_agreement(drawn | settings, "what this backward trains", _REMEDY, self._group)

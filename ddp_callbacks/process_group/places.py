@@ -74,7 +74,7 @@ class Place:
 
 
 class DrawnBatches:
-    """The batches that this rank has drawn since its last backward, or since a pass over a loader has begun.
+    """The batches that this rank has drawn since its last backward, of one pass over a loader.
 
     Attributes:
         count: Their number.
@@ -86,10 +86,10 @@ class DrawnBatches:
     def note(self, number: int) -> None:
         """Note the batch with this number. What other threads draw is left out: they may be ahead by any number."""
         if threading.current_thread() is threading.main_thread():
-            self.count, self.last = self.count + 1, number
+            self.count, self.last = 1 if number == 1 else self.count + 1, number
 
     def __str__(self) -> str:
-        first = max(1, self.last - self.count + 1)
+        first = self.last - self.count + 1
         return f"batches {first} to {self.last}" if self.count > 1 else f"batch {self.last}" if self.count else "none"
 
 

@@ -371,9 +371,7 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
 
 
 def _is_numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_numeric(item) for item in value)
-    return isinstance(value, int | float)
+    return all(map(_is_numeric, value)) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _require_same(names: Sequence[list[str]]) -> None:

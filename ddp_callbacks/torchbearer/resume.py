@@ -89,9 +89,8 @@ class Resume(ResumeOptions, DistributedCallback):
         if self.saved is not None:
             require_same(self.saved.about, about, savers.path)
             if self.rank == 0:
-                batches = self.saved.local_states(0, self.world_size).mine["batches"]
-                within = "" if batches is None else f" and {batches} batches of the next one"
-                say(f"resumes from {savers.path}, after {len(self.saved.shared['history'])} epochs{within}")
+                epochs, own = len(self.saved.shared["history"]), self.saved.local_states(0, self.world_size).mine
+                say(f"resumes from {savers.path}, after {epochs} epochs and {own['batches'] or 0} batches")
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
