@@ -87,7 +87,6 @@ def train_beside_plain_torch(name: str, relative: float) -> None:
 
 @WORLD
 def test_a_rank_leaves_out_the_backward_of_a_batch_and_another_that_of_a_later_one() -> None:
-    """An error names the batch for which a rank has not called backward."""
     for weighs_all in (True, False):
         model, optimizer = network()
         part, drawn = shard_loader(LOADERS["map-style"]()), []
