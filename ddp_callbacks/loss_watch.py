@@ -32,9 +32,8 @@ class LossWatch:
         Raises:
             NonFiniteLossWarning: If the program turns this warning into an error.
         """
-        if self._is_over or not weight or loss.device.type != "cpu" or loss.numel() != 1:
-            return
-        if cmath.isfinite(loss.item()):
+        is_read = not self._is_over and weight and loss.device.type == "cpu" and loss.numel() == 1
+        if not is_read or cmath.isfinite(loss.item()):
             return
         self._is_over = True
         if presence().store.add(f"{presence().run}/no number", 1) == 1:

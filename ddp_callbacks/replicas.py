@@ -33,8 +33,8 @@ _PACKED = 64  # number of smaller tensors per message
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BUFFERS = "the model's buffers"
 _FOLLOWS = (
-    "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object), or register it with "
-    "persistent=False: each rank then keeps its own."
+    "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object). With persistent=False "
+    "each rank keeps its own without a word, and what depends on it differs from one process's numbers."
 )
 
 

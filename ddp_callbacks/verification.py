@@ -278,8 +278,7 @@ def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
     """Return this rank's fraction of the total weight. A collective if the total is unknown."""
     own, total = weight()
     if total is None:
-        summed = torch.tensor([own], dtype=torch.float64)
-        total = float(all_reduce(summed, _DOING, group))
+        total = float(all_reduce(torch.tensor([own], dtype=torch.float64), _DOING, group))
     return own / total if total else 0.0
 
 

@@ -140,9 +140,7 @@ class Weighing:
             self._hooked = [(node, node.register_prehook(self._weigh)) for node in nodes]
 
     def _weigh(self, gradients: Gradients) -> Gradients:
-        if not self._factor:
-            return _zeros(gradients)
-        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
+        return _multiply([self._factor] * len(gradients), gradients, ()) if self._factor else _zeros(gradients)
 
     def _require_nothing_accumulated(self, weight: float, total: float | None) -> None:
         waiting = zip(self._parameters, self._used, strict=True)

@@ -85,12 +85,19 @@ _PATTERNS = 256
 
 
 class Bucket:
-    """Parameters that are sent together, and their progress in this backward."""
+    """Parameters that are sent together, and their progress in this backward.
 
-    def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
+    Args:
+        index: The bucket's number.
+        slots: The positions of its parameters in the reducer's list.
+        pool: Memory for their gradients.
+        names: Their names.
+    """
+
+    def __init__(self, index: int, slots: list[int], pool: BufferPool, names: Sequence[str]) -> None:
         self.index = index
-        self.doing = f"the gradients of bucket {index}"
-        self.slots = slots  # positions in the reducer's list of parameters
+        self.doing = f"the gradients of {names[0]}" + f" to {names[-1]}" * (len(names) > 1)
+        self.slots = slots
         self.pool = pool
         self.deferred = False  # a gradient came twice before: launch at the end of backward
         self.start()

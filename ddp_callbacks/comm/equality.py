@@ -24,9 +24,9 @@ OnDivergence = Literal["raise", "repair"]
 
 _REMEDY = (
     "All ranks start with the same values and apply the same gradients, so something has changed them on some ranks "
-    "alone: a hook or callback that asks for the rank or draws from a random state of its own, a step that not all "
-    "ranks took, a buffer that each computes from its own part of the data (register it with persistent=False), or "
-    "faulty memory."
+    "alone: a hook or callback that asks for the rank, draws from a random state of its own, or reads a value of its "
+    "rank's part of the data (a logged loss), a step that not all ranks took, an optimizer's setting that differs (a "
+    "learning rate), a buffer that each computes from its own part of the data, or faulty memory."
 )
 _NO_MAJORITY = (
     'on_divergence="repair" needs values that more than half of the ranks have, and there is no such majority.'

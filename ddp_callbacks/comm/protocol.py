@@ -40,7 +40,7 @@ class AllReduce(Protocol):
 
         Args:
             tensor: A flat tensor from :meth:`allocate`, or a part of one.
-            doing: The purpose, for error messages: "the gradients of bucket 3". The same on every rank.
+            doing: The purpose, for error messages: "the gradients of 0.weight". The same on every rank.
         """
 
 

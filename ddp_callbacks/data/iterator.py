@@ -18,6 +18,7 @@ from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.presence import found
 
 
 class Start(NamedTuple):
@@ -28,7 +29,6 @@ class Start(NamedTuple):
         before: The random states when ``iter`` was called.
         position: The position of an earlier run; ``None``: the pass begins at the first batch.
         last: Where the pass before, of an earlier run, ended, if it is to be compared.
-        draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
         attributes: Those of the objects on which the order depends.
         plain: A copy of them when ``iter`` was called.
     """
@@ -37,7 +37,6 @@ class Start(NamedTuple):
     before: State
     position: Mapping[str, Any] | None
     last: Mapping[str, Any] | None
-    draws_from_before: bool
     attributes: OrderAttributes
     plain: Attributes
 
@@ -122,6 +121,7 @@ class Pass:
         self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
         self.first: list[Any] | None = None
         self.is_begun = self.is_over = False
+        self._here = None if source.divider.division == "dealt" else found()
 
     def draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's part of each step, and queue its share."""
@@ -137,6 +137,8 @@ class Pass:
         """Count a step that is handed out, and return its share."""
         self.used += 1
         self._handed_out += 1
+        if self._here is not None:
+            self._here.drawn.note(self.used)
         if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
             self.first = None
         return self._shares.popleft()

@@ -72,8 +72,7 @@ class BackwardHooks:
 
     def _begin(self) -> None:
         if not self._reducer.rounds:
-            own = {handle.id for handle in self._handles}
-            refuse_foreign_hooks(self._reducer.known.named, own)
+            refuse_foreign_hooks(self._reducer.known.named, {handle.id for handle in self._handles})
         if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
             raise ConfigurationError(
                 "a CUDA graph cannot contain the synchronization of gradients, in which processes exchange messages. "

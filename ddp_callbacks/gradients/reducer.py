@@ -6,6 +6,9 @@ only; the ranks would then sum different buckets. So a backward sends the bucket
 earlier backwards, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise,
 buckets missing from the prediction follow; buckets predicted in vain contain zeros.
 
+The checksum includes the number of batches that a rank has drawn since the last synchronization: a rank that leaves out
+the backward of a batch would otherwise add its gradient of the next batch to the others' gradients of this one.
+
 [Note: a gradient that comes twice]
 With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
 launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send the
@@ -27,8 +30,14 @@ from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.metadata import MetadataFormat
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
+
+_REMEDY = (
+    "Freeze the same parameters on every rank (requires_grad), before the same backward. Call backward for each batch "
+    "on every rank, of loss * 0 if its part must not count: otherwise gradients of different batches are added up."
+)
 
 
 class Reducer:
@@ -61,19 +70,21 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
-        self._times = times
+        self._times, self._drawn = times, presence().drawn
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
-        self.buckets = [
-            Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
-            for index, slots in enumerate(assigned)
-        ]
+        self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
         self._forecast = Forecast([bucket.index for bucket in self.buckets if bucket.active])
         self._planned: list[Bucket] = []  # the buckets that this backward should fill, in launch order
         self._launched = 0  # how many planned buckets are launched
         self._carries_metadata = False  # whether the last planned bucket does
         self._scale = 1.0  # the factor for gradients before the sum
         self._is_finished = True  # False after an exception has ended a backward
+
+    def _bucket(self, index: int, slots: list[int]) -> Bucket:
+        parameters = [self.parameters[slot] for slot in slots]
+        pool = BufferPool(parameters, self._format.numel, self._sums.allocate)
+        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters])
 
     def note_used(self, names: Container[str]) -> None:
         """Note that the parameters with these names have a gradient that is not synchronized yet."""
@@ -82,7 +93,8 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Continue in place of a reducer of other parameters. Local."""
-        if self._sums.options.comm_hook is not None and self.layout() != before.layout():
+        now, then = ([[each.shape for each in own.pool.parameters] for own in of.buckets] for of in (self, before))
+        if self._sums.options.comm_hook is not None and now != then:
             raise ConfigurationError(
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."
@@ -132,7 +144,7 @@ class Reducer:
         trained, dirty, used, numbers = self._format.decode(self._exchange_metadata())
         if self.outgoing is not None:
             self.carried, self.outgoing = [carried for _, *carried in numbers], None
-        self._require_same_trained(trained)
+        self._require_same_step(trained)
         filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
         self._send_rest(filled, dirty)
         correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
@@ -140,9 +152,8 @@ class Reducer:
             if correction != 1:
                 bucket.reduced().mul_(correction)
             bucket.write_back(used, keeps=not correction)
-        for slot in range(self.dense, len(self.parameters)):
+        for slot, parameter in enumerate(self.known.sparse, self.dense):
             if used[slot]:
-                parameter = self.parameters[slot]
                 summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
                 if correction or parameter.grad is None:
                     parameter.grad = summed
@@ -150,12 +161,9 @@ class Reducer:
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
+        self._drawn.count = 0
         self.rounds += 1
         self._times.mark(None)
-
-    def layout(self) -> list[list[torch.Size]]:
-        """Return the shapes of the parameters in each bucket. Local."""
-        return [[parameter.shape for parameter in bucket.pool.parameters] for bucket in self.buckets]
 
     def _require_known(self) -> None:
         """Raise if a parameter has a gradient that no bucket sends, or has another dtype than its bucket."""
@@ -183,14 +191,10 @@ class Reducer:
         return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
-        """Return a checksum of the trained parameters; float32 holds its sum over the ranks exactly."""
-        checksum = 0
-        for bucket in self.buckets:
-            checksum = zlib.crc32(bytes(bucket.frozen), checksum)
-        if self.dense < len(self.parameters):
-            sparse = self.parameters[self.dense :]
-            checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in sparse), checksum)
-        return float(checksum % ((1 << 24) // self._group.size()))
+        """Return a checksum of what must be trained alike; float32 holds its sum over the ranks exactly."""
+        dense = [is_frozen for bucket in self.buckets for is_frozen in bucket.frozen]
+        sparse = [not parameter.requires_grad for parameter in self.parameters[self.dense :]]
+        return float(zlib.crc32(bytes(dense + sparse), self._drawn.count) % ((1 << 24) // self._group.size()))
 
     def _exchange_metadata(self) -> torch.Tensor:
         """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
@@ -201,7 +205,7 @@ class Reducer:
             assert memory is not None
             return memory.flat[memory.numel :]
         # Not before the waits: a hook may start more collectives from its futures, at different moments on the ranks.
-        return all_reduce(self._message(), "the metadata of the gradients", self._group)
+        return all_reduce(self._message(), "the end of a backward", self._group)
 
     def _send_rest(self, filled: list[Bucket], dirty: Sequence[bool]) -> None:
         """Sum contributions to buckets launched before, and buckets that were not predicted. A collective."""
@@ -227,10 +231,10 @@ class Reducer:
         for slot in range(self.dense, len(self.parameters)):
             self.used[slot] = self.used[slot] and self.parameters[slot].grad is not None
 
-    def _require_same_trained(self, trained: float) -> None:
-        """Raise on all ranks if they train different parameters."""
+    def _require_same_step(self, trained: float) -> None:
+        """Raise on all ranks if they train on different batches, or train different parameters."""
         if trained == self._trained() * self._group.size():
             return
         settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
-        remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
-        require_agreement(settings, "which parameters are trained", remedy, self._group)
+        drawn = {"drawn since the last backward": str(self._drawn)}
+        require_agreement(drawn | settings, "what this backward trains", _REMEDY, self._group)

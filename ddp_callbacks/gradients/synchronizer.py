@@ -47,8 +47,10 @@ class GradientSynchronizer:
     From construction to :meth:`close`, each backward adds to ``parameter.grad`` the sum over the ranks of ``weight /
     total weight`` times the local gradient. If you pass the number of samples to :meth:`weigh` and your loss is a mean,
     that is the gradient of the mean over all samples of all ranks. Backward returns when the sum is complete, so
-    clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. With a
-    single process it does nothing. The constructor is a collective: it blocks until every rank has called it.
+    clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. If
+    a rank leaves out the backward of a batch, all raise in the next one, provided that the batch is of a sharded loader
+    and that the main thread draws it. With a single process it does nothing. The constructor is a collective: it blocks
+    until every rank has called it.
 
     It lives as long as its module, whether you keep it or not. If a program trains several models one after the other,
     :meth:`close` each synchronizer: torch never frees a parameter with a hook that refers to it.
@@ -72,7 +74,8 @@ class GradientSynchronizer:
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range. Here and in the first backward: a
             parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``).
-        MismatchError: The ranks' models or settings differ. From backward: they train different parameters.
+        MismatchError: The ranks' models or settings differ. From backward: they train different parameters,
+            or have drawn unequal numbers of batches since the last one.
         PeerError: From backward: another rank failed or died.
     """
 

@@ -137,8 +137,8 @@ class Coordinator:
             place = wait.place
             is_comparable = other != rank and place.run == mine.run and not place.failed and not mine.failed
             if is_comparable and place.misses(rank, mine) and mine.misses(other, place):
-                both = sorted([(rank, mine.doing), (other, place.doing)])
-                text = ", while ".join(f"{self._name(each)} waits for {doing}" for each, doing in both)
+                both = sorted([(rank, mine), (other, place)], key=lambda each: each[0])
+                text = ", while ".join(f"{self._name(each)} waits for {at.doing} ({at.line})" for each, at in both)
                 self._end(mine.run, {"kind": "mismatch", "text": f"{text}. {REMEDY}"})
 
     def _on_done(self, rank: int, message: Message, _: float) -> None:

@@ -46,9 +46,8 @@ def current_env() -> WorkerEnv:
     if not dist.is_initialized():
         return WorkerEnv.from_environ()
     local_rank = number(os.environ, "LOCAL_RANK")
-    return WorkerEnv(
-        get_rank(), get_world_size(), stated_env().local_rank if local_rank is None else local_rank, file=""
-    )
+    local_rank = stated_env().local_rank if local_rank is None else local_rank
+    return WorkerEnv(get_rank(), get_world_size(), local_rank, file="")
 
 
 def require_place(rank: int | None, size: int | None, by: str) -> None:
@@ -123,7 +122,9 @@ def join_process_group(
     if dist.is_initialized():
         require_place(rank, world_size, "the arguments")
         if not os.environ.get(KEEP_GOING):  # otherwise the group may have lost processes
-            _require_stated_place()
+            stated = stated_env()
+            if stated.world_size >= max(2, dist.get_world_size()):  # a launcher's process may have started some itself
+                require_place(stated.rank, stated.world_size, "the launcher's variables")
         announce_join()
         return current_env()
     device = None if device is None else torch.device(device)
@@ -139,12 +140,6 @@ def join_process_group(
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
     return form_group_of(Members(env), chosen, timeout)[0]
-
-
-def _require_stated_place() -> None:
-    stated = stated_env()
-    if stated.world_size >= max(2, dist.get_world_size()):  # a launcher's process may have started some itself
-        require_place(stated.rank, stated.world_size, "the launcher's variables")
 
 
 def leave_process_group() -> None:

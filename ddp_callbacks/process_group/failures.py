@@ -59,7 +59,7 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
 
     Args:
         pending: The work handle of a collective; see :func:`of_device` for collectives on GPUs.
-        doing: The purpose of the collective, for messages: "the gradients of bucket 3". If the caller has passed it to
+        doing: The purpose of the collective, for messages: "the gradients of 0.weight". If the caller has passed it to
             :func:`ddp_callbacks.process_group.presence.enter`, deadlocks are detected too.
         group: The process group that communicates.
 

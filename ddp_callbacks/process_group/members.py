@@ -55,7 +55,9 @@ class Members:
             PeerError: The launcher has given this process up.
         """
         if self.is_new and not self._is_listed():
-            self._become_member()
+            _tell_launcher({"ready": True})
+            while not self._is_listed():  # the launcher ends this process at the end of the job
+                time.sleep(_LOOK)
         self.generation, self._ranks = self._newest()
         ranks = [rank for rank, _ in self._ranks]
         if self._started.rank not in ranks:
@@ -64,11 +66,6 @@ class Members:
                 "others continue without it. Its machine did not answer for too long: check the network."
             )
         return replace(self._started, rank=ranks.index(self._started.rank), world_size=len(ranks))
-
-    def _become_member(self) -> None:
-        _tell_launcher({"ready": True})
-        while not self._is_listed():  # the launcher ends this process at the end of the job
-            time.sleep(_LOOK)
 
     def _is_listed(self) -> bool:
         return any(rank == self._started.rank for rank, _ in self._newest()[1])
@@ -88,11 +85,9 @@ class Members:
     def await_change(self) -> bool:
         """Wait until :meth:`have_changed`; return whether it is so. Blocks for 30 seconds at most."""
         end = time.monotonic() + _PATIENCE
-        while self.may_change and time.monotonic() < end:
-            if self.have_changed():
-                return True
+        while self.may_change and time.monotonic() < end and not self.have_changed():
             time.sleep(_LOOK)
-        return False
+        return self.have_changed()
 
     def ended(self) -> set[int]:
         """Return the ranks that have exited with code 0."""

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ddp_callbacks.process_group.failures import wait
 from ddp_callbacks.process_group.presence import presence
 
-_DOING = "the moment at which all ranks act"
-
 
 class Agreement:
     """Finds one moment, at which all ranks act on the first request.
@@ -65,7 +63,7 @@ class Agreement:
             if not self._holds:
                 self._passed += 1
                 return ""
-        wait(self._counts, _DOING, self._group)
+        wait(self._counts, "the moment at which all ranks act", self._group)
         if self._passed < max(count for count in self._counts.values if count is not None):
             self._passed += 1
             return ""

@@ -71,6 +71,26 @@ class Place:
         return 0.0 if self.turn or at_once else _SETTLED
 
 
+class DrawnBatches:
+    """The batches that this rank has drawn since its last backward, of one pass over a loader.
+
+    Attributes:
+        count: Their number.
+        last: The number of the last one in its pass, from 1.
+    """
+
+    count = last = 0
+
+    def note(self, number: int) -> None:
+        """Note the batch with this number. What other threads draw is left out: they may be ahead by any number."""
+        if threading.current_thread() is threading.main_thread():
+            self.count, self.last = 1 if number == 1 else self.count + 1, number
+
+    def __str__(self) -> str:
+        first = self.last - self.count + 1
+        return f"batches {first} to {self.last}" if self.count > 1 else f"batch {self.last}" if self.count else "none"
+
+
 class Exchanges:
     """Counts exchanges by their purpose. Costs a microsecond per exchange; sends nothing.
 

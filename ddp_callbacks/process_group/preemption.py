@@ -28,8 +28,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME = 3.0
 """Seconds within which further signals mean the same request: a scheduler and a launcher may both send one."""
 
-_TIME_IS_UP = "the time limit"
-
 
 class Preemption:
     """Lets all ranks stop at the same moment once one of them has been asked to. A context manager.
@@ -47,8 +45,8 @@ class Preemption:
 
     Attributes:
         process_group: The ``process_group`` that was passed.
-        reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
-            :meth:`is_requested` has returned ``True``; empty before.
+        reason: Who asked to stop, and how: ``"SIGTERM, first seen on rank 1 (host node2, pid 4711)"``. The same on
+            every rank once :meth:`is_requested` has returned ``True``; empty before.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Preemption:
             PeerError: Another rank failed, died or went silent.
         """
         if not self.reason and time.monotonic() >= self._deadline:
-            self.request(_TIME_IS_UP)
+            self.request("the time limit")
         if not self.reason and self._agreement is not None:
             self.reason = self._agreement.pass_moment()
         elif not self.reason and self._own:
@@ -146,4 +144,4 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = self._signalled or now
-        self.request(signal.Signals(number).name)
+        self.request(f"{signal.Signals(number).name}, first seen")

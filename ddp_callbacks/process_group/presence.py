@@ -32,7 +32,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.client import Client, Gathering
 from ddp_callbacks.process_group.connection import Message, limits
 from ddp_callbacks.process_group.coordinator import FOREVER
-from ddp_callbacks.process_group.places import Exchanges, Place, where
+from ddp_callbacks.process_group.places import DrawnBatches, Exchanges, Place, where
 from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
@@ -55,6 +55,7 @@ class Presence:
         name: This rank, host and process id, for messages.
         run: The number of the run; equal on all ranks whenever they communicate.
         exchanges: Counts the exchanges that this rank has entered.
+        drawn: The batches that this rank has drawn since its last backward.
         failed: Whether this run has failed here.
         aborted: Whether pending operations on accelerators were aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` outside of such parts.
@@ -69,7 +70,7 @@ class Presence:
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
         limits()  # raises here what is wrong, instead of in a thread
         self.pid, self.rank, self.run = os.getpid(), rank, 0
-        self.exchanges = Exchanges()
+        self.exchanges, self.drawn = Exchanges(), DrawnBatches()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
         self.preemptions = Counter[str]()
@@ -151,7 +152,7 @@ class Presence:
         """Let rank 0 know that, inside, this rank waits at ``place``, or finds out why its wait there ``broke``."""
         self._waits += 1
         self.heard.pop("told", place.doing, place.run)
-        self.client.send({"event": "wait", "place": asdict(place), "broke": broke})
+        self.client.send({"event": "wait", "place": asdict(place) | {"line": where()[1]}, "broke": broke})
         try:
             yield
         finally:

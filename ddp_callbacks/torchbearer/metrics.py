@@ -39,7 +39,8 @@ class ReduceMetrics(DistributedCallback):
 
     This is exact for metrics built with Torchbearer's decorators: ``mean``, ``std``, ``var`` over values per sample or
     over one scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all ranks'
-    rows in the loader's order. ``running_mean`` (without ``dim``) ends a pass with the window of the whole batches.
+    rows in the loader's order. ``running_mean`` (without ``dim``) ends a pass with the window of the whole batches, and
+    forgets those of a pass that has raised.
     Before the epoch ends, running values are those of this rank, and an ``EpochLambda`` is NaN. For any other metric
     whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
@@ -360,7 +361,8 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
         if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
             warnings.warn(
                 f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
-                "epoch value is the mean over the processes, weighted by samples.",
+                "epoch value is the mean over the processes, weighted by samples. For one process's value, make it "
+                "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda).",
                 stacklevel=2,
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
@@ -369,9 +371,7 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
 
 
 def _is_numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_numeric(item) for item in value)
-    return isinstance(value, int | float)
+    return all(map(_is_numeric, value)) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _require_same(names: Sequence[list[str]]) -> None:

@@ -283,7 +283,7 @@ class StopTogether(DistributedCallback):
 
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:
-            state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
+            state[STOP_TRAINING] = any_rank(state[STOP_TRAINING], "whether to stop the Trial", self.process_group)
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:

@@ -89,7 +89,8 @@ class Resume(ResumeOptions, DistributedCallback):
         if self.saved is not None:
             require_same(self.saved.about, about, savers.path)
             if self.rank == 0:
-                say(f"resumes from {savers.path}, after epoch {len(self.saved.shared['history'])}")
+                epochs, own = len(self.saved.shared["history"]), self.saved.local_states(0, self.world_size).mine
+                say(f"resumes from {savers.path}, after {epochs} epochs and {own['batches'] or 0} batches")
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"

@@ -19,7 +19,7 @@ from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer, get_rank, get_world_size, shard_loader, with_shares
 from ddp_callbacks.data.shares import Share
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, MismatchError
 
 WORLD = World(__name__)
 BATCH_SIZE = 8
@@ -83,6 +83,24 @@ def train_beside_plain_torch(name: str, relative: float) -> None:
     torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=relative, atol=0)
     rank, count = get_rank(), get_world_size()
     assert shares == [Share((size - rank + count - 1) // count, size) for size in SIZES] * 2
+
+
+@WORLD
+def test_a_rank_leaves_out_the_backward_of_a_batch_and_another_that_of_a_later_one() -> None:
+    for weighs_all in (True, False):
+        model, optimizer = network()
+        part, drawn = shard_loader(LOADERS["map-style"]()), []
+        with (
+            closing(GradientSynchronizer(model)) as synchronizer,
+            pytest.raises(MismatchError, match=r"batches 1 to 2 on rank 0; batch 1 on ranks? 1[^$]*loss \* 0"),
+        ):
+            for batch, share in with_shares(part):
+                drawn.append(share)
+                is_left_out = get_rank() == len(drawn) - 1
+                if weighs_all or not is_left_out:
+                    synchronizer.weigh(share.local, share.total)
+                if not is_left_out:
+                    step(model, optimizer, *batch)
 
 
 @WORLD

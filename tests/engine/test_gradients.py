@@ -274,7 +274,7 @@ def test_parameters_that_only_some_ranks_freeze_are_named_with_the_ranks(way: st
     sync = synchronizer_of(model, way)
     backward(model, 0)
     model[2 * dist.get_rank()].requires_grad_(False)
-    with pytest.raises(MismatchError, match="the ranks disagree about which parameters are trained:") as caught:
+    with pytest.raises(MismatchError, match="the ranks disagree about what this backward trains:") as caught:
         backward(model, 0)
     assert "0.weight: frozen on rank 0; trained on rank 1" in str(caught.value)
     assert "2.bias: trained on rank 0; frozen on rank 1" in str(caught.value)

@@ -191,7 +191,7 @@ def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> N
         assert not preemption.is_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.is_requested()
-        assert preemption.reason.startswith("SIGTERM on rank 0 (host ")
+        assert preemption.reason.startswith("SIGTERM, first seen on rank 0 (host ")
     with Preemption() as preemption:
         assert not preemption.is_requested()
         preemption.request("a test")

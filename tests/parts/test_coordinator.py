@@ -41,7 +41,7 @@ def to_all(**message: Any) -> list[tuple[int, Any]]:
 
 def at(doing: str, turn: int = 1, **other: Any) -> dict[str, Any]:
     turns = other.pop("turns", {doing: turn} if turn else {})
-    return asdict(Place(0, doing, turn, turns, **other))
+    return asdict(Place(0, doing, turn, turns, **{"line": "a.py:3"} | other))
 
 
 def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
                 event="end",
                 run=0,
                 kind="mismatch",
-                text=f"{NAMES[0]} waits for a, while {NAMES[2]} waits for b. {REMEDY}",
+                text=f"{NAMES[0]} waits for a (a.py:3), while {NAMES[2]} waits for b (a.py:3). {REMEDY}",
             ),
         ),
     ],

@@ -165,7 +165,7 @@ def test_a_signal_during_a_write_is_noted_and_the_write_goes_on(nursery: Nursery
     (rank,) = nursery.run(signal_while_writing, 1, tmp_path, str(tmp_path))
     assert rank.code == 0, rank.stderr
     asked, reason = rank.notes["asked"]
-    assert asked and reason.startswith("SIGTERM on rank 0")
+    assert asked and reason.startswith("SIGTERM, first seen on rank 0")
     assert step_at(tmp_path / "run.pt") == 2
 
 
