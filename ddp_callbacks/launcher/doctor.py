@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
+from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
-from ddp_callbacks.launcher.plan import Job, starts
+from ddp_callbacks.launcher.launch import Launch, Unfit, ask_all
+from ddp_callbacks.launcher.node.ending import GRACE
+from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.same import differences, how_to_copy
+from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.versions import how_to_install_this
 
 LIMIT = 20.0  # seconds in total
 _PATIENCE = 3.5  # seconds without a heartbeat until a connection counts as lost
 _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds for a node's facts
-_REACH_TIMEOUT = 2.0  # seconds per connection
 GIB = 1 << 30
 _MEMORY = 1 * GIB  # free memory
 _SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
@@ -66,124 +73,117 @@ def examine(job: Job) -> int:
 
 async def _examine(job: Job) -> list[Finding]:
     doctor = Doctor(job)
-    try:
-        return await doctor.examine()
-    finally:
-        await asyncio.gather(*(node.close(1.0) for node in doctor.nodes))
+    await doctor.examine()
+    names = [plan.name for plan in job.nodes]
+    return sorted(_worst(doctor.findings), key=lambda finding: [*names, finding.node].index(finding.node))
 
 
 class Doctor:
-    """Checks the nodes of a job."""
+    """Checks the nodes of a job by what ``ddprun`` does, with a probe in place of the script.
+
+    Attributes:
+        findings: The results so far.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._end = time.monotonic() + LIMIT
-        self._shared = Shared(_PATIENCE, _ANSWER_TIMEOUT)
-        self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
-        self._findings: list[Finding] = []
-        self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
+        self._launch = Launch(_probe(job), LIMIT + GRACE, f"the limit of {LIMIT:g} s for all checks", _ANSWER_TIMEOUT)
+        self.findings: list[Finding] = []
 
-    async def examine(self) -> list[Finding]:
-        """Return all findings, node by node. Takes little more than :data:`LIMIT` seconds."""
-        await asyncio.gather(*map(self._look, self.nodes))
-        known = [node for node in self.nodes if node.place]
-        self._findings += judge({node.plan: node.place for node in known})
-        await asyncio.gather(
-            *(self._try(node, "address", self._listen(node), f"Check: {node.plan.shell}ip address") for node in known)
-        )
-        if len(self._held) > 1:
-            await asyncio.gather(*map(self._reach_others, self._held))
-        if len(self.nodes) > 1:
-            await self._check_all_reduce()
-            plain = "traffic between the nodes is not encrypted; use a network that you trust"
-            self._findings.append(Finding("", "encryption", "amber", "none", plain))
-        nodes = [node.plan.name for node in self.nodes]
-        return sorted(self._findings, key=lambda finding: [*nodes, finding.node].index(finding.node))
+    async def examine(self) -> None:
+        """Make all checks. Takes little more than :data:`LIMIT` seconds."""
+        async with self._launch:
+            try:
+                await self._examine()
+            except asyncio.CancelledError:
+                self._fail("", "all-reduce", f"stopped by {self._launch.stopped_by}")
+
+    async def _examine(self) -> None:
+        nodes = self._launch.nodes
+        problems = await ask_all(self._look, nodes)
+        known = [node for node in nodes if node not in problems]
+        self.findings += judge({node.plan: node.place for node in known})
+        if len(known) > 1 or known == nodes:
+            await self._meet(known)
+        if len(nodes) == 1:
+            return
+        if any(finding.level == "red" for finding in self.findings):
+            self.findings.append(Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first"))
+        else:
+            await self._all_reduce()
+        plain = "traffic between the nodes is not encrypted; use a network that you trust"
+        self.findings.append(Finding("", "encryption", "amber", "none", plain))
+
+    def _fail(self, node: str, check: str, says: str) -> None:
+        self.findings.append(Finding(node, check, "red", "failed", says))
 
     async def _look(self, node: Connection) -> None:
-        plan, script = node.plan, self._job.script
-        if not await self._try(node, "reached", self._reach(node)):
-            return
-        if await self._try(node, "folder", node.enter({}, None), _copy(plan), plan.cwd) and script is not None:
-            await self._try(node, "script", node.enter({}, script), _copy(plan), script)
-        await self._try(node, "python", node.look("all", _FACTS_TIMEOUT), "Choose another with --python")
-
-    async def _try(
-        self, node: Connection | None, check: str, attempt: Awaitable[str | None], remedy: str = "", text: str = ""
-    ) -> bool:
-        """Await a check; return whether it worked. Note its result, or else ``text``; or its problem and ``remedy``."""
-        name = node.plan.name if node else ""
-        try:
-            if found := await attempt or text:
-                self._findings.append(Finding(name, check, "green", found))
-            return True
-        except NodeProblem as problem:
-            says = f"{problem}. {remedy}" if remedy else str(problem)
-            self._findings.append(Finding(name, check, "red", "failed", says))
-            return False
-
-    async def _reach(self, node: Connection) -> str:
-        begin = time.monotonic()
-        await node.greet()
-        by = "ssh" if node.plan.rsh is None else os.path.basename(node.plan.rsh[0])
-        return "here" if node.plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s"
-
-    async def _listen(self, node: Connection) -> str:
-        address = node.addresses[0] if len(self.nodes) > 1 and node.addresses else "127.0.0.1"
-        self._held[node] = address, await node.listen(address, 0)
-        interface = node.place["interface"]
-        return f"{address} ({interface})" if interface else address
-
-    async def _reach_others(self, node: Connection) -> None:
-        """Connect from this node to all others. Called on all nodes, this tests both directions between any two."""
-        attempt = node.reach([held for other, held in self._held.items() if other is not node], _REACH_TIMEOUT)
-        remedy = f"Open the firewall of that node, for example: ufw allow from {self._held[node][0]}"
-        await self._try(node, "ports", attempt, remedy, "reaches the others")
-
-    async def _check_all_reduce(self) -> None:
-        if any(finding.level == "red" for finding in self._findings):
-            skipped = Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first")
-            self._findings.append(skipped)
-        else:
-            await self._try(None, "all-reduce", self._all_reduce())
-
-    async def _all_reduce(self) -> str:
-        """Run an all-reduce with one process per node; return the line that the probe prints."""
-        places = [(node.plan, node.place | {"processes": 1}) for node in self.nodes]
-        for node, message in zip(self.nodes, starts(_probe(self._job), places, self._held[self.nodes[0]]), strict=True):
-            node.tell("start", **message)
-        said: dict[str, str] = defaultdict(str)
-        running, events = len(self.nodes), self._shared.events
-        while running:
+        """Reach a node, and set the facts about it."""
+        plan, script, begin = node.plan, self._job.script, time.monotonic()
+        program, other = self._job.program, f"{how_to_copy(plan)}. Or choose another with --chdir"
+        for check, remedy, attempt in (
+            ("reached", "", node.greet),
+            ("folder", other, partial(node.enter, self._job.forwarded | self._job.environ, None)),
+            ("script", other, partial(node.enter, {}, script)),
+            ("python", "Choose another with --python", partial(node.look, "all", _FACTS_TIMEOUT, program)),
+        ):
             try:
-                node, do, values = await asyncio.wait_for(events.get(), max(0.0, self._end - time.monotonic()))
-            except TimeoutError:
-                raise NodeProblem(f"did not end within {LIMIT:g} s, the limit for all checks") from None
-            if do == "wrote":
-                said[values["stream"]] += values["data"]
-            elif do in ("closed", "problem") or values.get("code"):
-                last = said["e"].strip().rpartition("\n")[2]
-                raise NodeProblem(f"failed on {node.plan.name}: {values.get('text', last)}")
-            running -= do == "ended"
-        return said["o"].strip()
+                await attempt()
+            except NodeProblem as problem:
+                self._fail(plan.name, check, f"{problem}. {remedy}" if remedy else str(problem))
+                raise
+            by = "ssh" if plan.rsh is None else os.path.basename(plan.rsh[0])
+            way = "here" if plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s"
+            if text := {"reached": way, "folder": plan.cwd, "script": script}.get(check):
+                self.findings.append(Finding(plan.name, check, "green", text))
+
+    async def _meet(self, nodes: list[Connection]) -> None:
+        problems: Mapping[Connection, NodeProblem] = {}
+        try:
+            await self._launch.meet(nodes)
+        except Unfit as unfit:
+            problems = unfit.problems
+        for node in nodes:
+            where = f" ({interface})" if (interface := node.place.get("interface")) else ""
+            self.findings.append(Finding(node.plan.name, "address", "green", f"{node.address}{where}"))
+            if node in problems:
+                self._fail(node.plan.name, "ports", str(problems[node]))
+            elif len(nodes) > 1:
+                self.findings.append(Finding(node.plan.name, "ports", "green", "reaches the others"))
+
+    async def _all_reduce(self) -> None:
+        """Run an all-reduce with one process per node, and note the line that the probe prints."""
+        heard = _Heard()
+        self._launch.start(self._launch.nodes)
+        with TemporaryDirectory(prefix="ddprun-") as folder:
+            with closing(Output(Path(folder) / "logs", frozenset({0}), False, heard)) as output:
+                code = await Watch(self._launch, output).run()
+            said = [line for line in heard.lines("e") if line.startswith("ddprun: ") and folder not in line]
+        if code:  # each node has begun with a line
+            why = "; ".join(line.removeprefix("ddprun: ") for line in said[len(self._launch.nodes) :])
+            self._fail("", "all-reduce", why or "the probe failed")
+        else:
+            self.findings.append(Finding("", "all-reduce", "green", heard.lines("o")[-1]))
+
+
+class _Heard(Terminal):
+    """Keeps what would go to the terminal."""
+
+    def __init__(self) -> None:
+        self._said = {"o": b"", "e": b""}
+
+    def write(self, stream: str, data: bytes) -> None:
+        self._said[stream] += data
+
+    def lines(self, stream: str) -> list[str]:
+        return self._said[stream].decode(errors="replace").splitlines()
 
 
 def _probe(job: Job) -> Job:
     """Return the job that runs the probe instead of the script."""
     arguments = {"training_script": "-P", "training_script_args": ["-m", "ddp_callbacks.launcher.probe"]}
-    return Job(**vars(job) | arguments | {"module": False, "no_python": False})
-
-
-def _copy(plan: NodePlan) -> str:
-    """Say how to copy the working directory to the node."""
-    if plan.is_here:
-        return f"Choose another with --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
-    if plan.rsh is not None:
-        return f"Copy it there, or choose another with --chdir. Check: {plan.shell}ls -l"
-    here = shlex.quote(f"{os.getcwd()}/")
-    return (
-        f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or choose another with --chdir"
-    )
+    alone = {"module": False, "no_python": False, "keep_going": False, "max_restarts": 0, "grace": None}
+    return Job(**vars(job) | arguments | alone | {"min_nodes": len(job.nodes), "heartbeat_timeout": _PATIENCE})
 
 
 # --- findings from the facts ------------------------------------------------------------------------------------------
@@ -191,38 +191,38 @@ def _copy(plan: NodePlan) -> str:
 
 def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
     """Return all findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
-    return [*_pythons(nodes), *_versions(nodes), *_sizes(nodes), *_gpus(nodes)]
+    return _worst([*_programs(nodes), *_sizes(nodes), *_gpus(nodes)])
 
 
 def _finding(node: str, check: str, is_good: bool, text: str, remedy: str, level: _Level = "amber") -> Finding:
     return Finding(node, check, "green", text) if is_good else Finding(node, check, level, text, remedy)
 
 
-def _usual(values: Iterable[str]) -> str:
-    """Return the most frequent value; the first one among equals; empty if there is none."""
-    return next((value for value, _ in Counter(values).most_common(1)), "")
-
-
-def _pythons(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
-    usual = _usual(facts["python"].rpartition(".")[0] for facts in nodes.values())
+def _programs(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    """A package on any node must be on all of them; what is not the same where numbers depend on it stops a run."""
+    usual = dict.fromkeys(_NEEDED, "")
+    for facts in reversed(nodes.values()):
+        usual |= facts["packages"]
     for plan, facts in nodes.items():
-        own = facts["python"]
-        remedy = f"Python {own}, but {usual} on the others. Choose another with --python"
-        yield _finding(plan.name, "python", own.startswith(f"{usual}."), own, remedy)
+        yield Finding(plan.name, "python", "green", facts["python"])
+        for name, version in usual.items():
+            yield _package(plan, name, facts["packages"].get(name, ""), version)
+    for plan, name, remedy in differences(nodes):
+        yield Finding(plan.name, name, "red", "differs", remedy)
 
 
-def _versions(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
-    """A package on any node must be on all of them, in the same version."""
-    for package in dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts["packages"])]):
-        usual = _usual(version for facts in nodes.values() if (version := facts["packages"].get(package)))
-        wanted = f"{package}=={usual.partition('+')[0]}" if usual else package
-        level: _Level = "amber" if package == "numpy" else "red"
-        for plan, facts in nodes.items():
-            version, python = facts["packages"].get(package), f"{plan.shell}{plan.python}"
-            what = f"{package} {version}, but {usual} on the others" if version else f"{package} is not installed"
-            command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
-            remedy = f"{what}. Run: {command}"
-            yield _finding(plan.name, package, bool(version) and version == usual, version or "missing", remedy, level)
+def _package(plan: NodePlan, name: str, own: str, usual: str) -> Finding:
+    python, wanted = f"{plan.shell}{plan.python}", f"{name}=={usual.partition('+')[0]}" if usual else name
+    command = how_to_install_this(python) if name == "ddp_callbacks" else f"{python} -m pip install {wanted}"
+    if not own:
+        return Finding(plan.name, name, "red", "missing", f"{name} is not installed. Run: {command}")
+    return _finding(plan.name, name, own == usual, own, f"{name} {own}, but {usual} on the others. Run: {command}")
+
+
+def _worst(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, of each check of each node only the red ones if there are any."""
+    red = {(finding.node, finding.check) for finding in findings if finding.level == "red"}
+    return [each for each in findings if each.level == "red" or (each.node, each.check) not in red]
 
 
 def _sizes(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:

@@ -42,6 +42,15 @@ class Job(Namespace):
         return None if self.module or self.no_python else self.training_script
 
     @property
+    def program(self) -> tuple[str, str]:
+        """The kind and name of the program to compare between nodes, see :mod:`ddp_callbacks.launcher.facts`."""
+        if len(self.nodes) == 1 and not self.keep_going:
+            return "", ""
+        if self.no_python or self.training_script is None:
+            return "any", ""
+        return "module" if self.module else "file", self.training_script
+
+    @property
     def shown(self) -> frozenset[int] | None:
         """The ranks whose output goes to the terminal; ``None`` for all."""
         return self.show_ranks if self.tee == "0" else None
