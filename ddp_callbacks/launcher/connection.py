@@ -19,6 +19,7 @@ from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
 from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, UTF8, command_to, explain, opening
+from ddp_callbacks.launcher.same import how_to_copy
 
 ANSWER_TIMEOUT = 30.0  # seconds
 _BEAT = 0.5  # seconds between two heartbeats
@@ -47,6 +48,10 @@ def _standard_input(is_here: bool) -> Iterator[tuple[int, ...]]:
 
 class NodeProblem(Exception):
     """A node cannot do what was asked, or cannot be reached; the text has the remedy."""
+
+
+class Refused(NodeProblem):
+    """The node has answered that it cannot."""
 
 
 class Event(NamedTuple):
@@ -80,6 +85,7 @@ class Connection(asyncio.SubprocessProtocol):
     Attributes:
         greeted: Whether the node's program has answered.
         is_open: Whether the node's program is still there.
+        is_in_place: Whether it has entered the working directory.
         hello: The node's description of itself.
         place: Facts about the node, see :func:`ddp_callbacks.launcher.facts.place`.
         address: The node's own address for the others: likely at first, then the one by which it has reached them.
@@ -89,7 +95,7 @@ class Connection(asyncio.SubprocessProtocol):
 
     def __init__(self, plan: NodePlan, shared: Shared) -> None:
         self.plan = plan
-        self.greeted = self.is_open = False
+        self.greeted = self.is_open = self.is_in_place = False
         self.hello: dict[str, Any] = {}
         self.place: dict[str, Any] = {}
         self.stdin: int | None = None
@@ -144,7 +150,7 @@ class Connection(asyncio.SubprocessProtocol):
         if answer is None:
             raise NodeProblem(await self.explain_end())
         if "problem" in answer:
-            raise NodeProblem(answer["problem"])
+            raise Refused(answer["problem"])
         return answer
 
     async def greet(self, grace: float | None = None) -> None:
@@ -196,7 +202,12 @@ class Connection(asyncio.SubprocessProtocol):
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all later processes, check that the script exists."""
-        await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
+        try:
+            await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
+        except Refused as problem:
+            other = "" if self.plan.is_here else f". {how_to_copy(self.plan)}. Or choose another folder with --chdir"
+            raise Refused(f"{problem}{other}") from None
+        self.is_in_place = True
 
     async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""

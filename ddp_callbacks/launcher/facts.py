@@ -2,8 +2,8 @@
 
 The first argument is ``all``, or the number of processes as in ``--nproc-per-node``: this prints only the facts for a
 start, in a fraction of a second. The second is the number of cores that the job has there; 0 for all that it may use.
-The others are the kind and the name of the program: a ``file``, a ``module``, or ``any``, which is not compared. Without
-a kind, nothing is compared.
+The others are the kind and the name of the program: a ``script``, a ``module``, or ``any``, which is not compared.
+Without a kind, nothing is compared.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def _sum_of_package() -> str:
 
 def _sum_of_program(kind: str, name: str) -> dict[str, str]:
     """Return the checksum of a script, or of the file of a module that ``python -m`` would run."""
-    if kind == "file":
-        return {"script": _sum([name])}
-    return {"module": _sum(filter(None, [_file_of(name)]))} if kind == "module" else {}
+    path = _file_of(name) if kind == "module" else name
+    return {} if kind == "any" or path is None else {kind: _sum([path])}
 
 
 def _file_of(module: str) -> str | None:
@@ -114,6 +113,7 @@ def facts(cores: int, kind: str = "", name: str = "") -> dict[str, Any]:
     """Return the facts that the doctor judges."""
     memory = _memory()
     return place("1", cores, kind, name) | {
+        "program": name,
         "python": sys.version.split()[0],
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},

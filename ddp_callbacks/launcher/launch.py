@@ -20,13 +20,14 @@ from ddp_callbacks.launcher.same import differences
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
-_PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
+_FIRST = 2.0  # seconds by which a node gives up earlier than the launcher would
 _REACH_TIMEOUT = 3.5  # seconds for a node to connect to others: time for three attempts of TCP
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
+_ANYWAY = "Or start all the same: --unchecked"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -182,15 +183,21 @@ class Launch:
         known = {node.plan: node for node in [like, *nodes] if node is not None and node not in problems}
         if len(known) > 1 and not self.job.unchecked:
             for plan, _, says in differences({plan: node.place for plan, node in known.items()}):
-                problems.setdefault(known[plan], NodeProblem(f"{says}. Or start all the same: --unchecked"))
+                problems.setdefault(known[plan], NodeProblem(f"{says}. {_ANYWAY}"))
         return problems
 
-    async def _check(self, node: Connection) -> None:
+    async def reach(self, node: Connection, facts: str) -> None:
+        """Log in to a node, enter its folder, and get its facts, ``all`` or those for so many processes."""
         await node.greet(self.job.grace)
         patience = f"{self.job.heartbeat_timeout + _LATER:g}"
         given = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience}
         await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
-        await node.look(node.plan.processes, _PLACE_TIMEOUT, self.job.program)
+        is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
+        program = ("", "") if is_alone else self.job.program
+        await node.look(facts, self._shared.answer_timeout - _FIRST, program)
+
+    async def _check(self, node: Connection) -> None:
+        await self.reach(node, node.plan.processes)
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
@@ -217,7 +224,7 @@ class Launch:
                 break
         if likeliest is None:
             likeliest = {first: NodeProblem("it has no address for others")}
-        if others and first not in likeliest:
+        if others and first not in likeliest and not self.job.unchecked:
             likeliest = await _connect_pairs(nodes) | likeliest
         if likeliest:
             raise Unfit(likeliest)
@@ -342,7 +349,7 @@ async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProble
     problems |= await ask_all(lambda node: node.reach(others_of[node], _REACH_TIMEOUT), nodes)
     for node in others:
         node.tell("release")
-    return problems
+    return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
 
 
 def _refuse_machines_named_twice(nodes: list[Connection]) -> None:

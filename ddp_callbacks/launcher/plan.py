@@ -44,11 +44,9 @@ class Job(Namespace):
     @property
     def program(self) -> tuple[str, str]:
         """The kind and name of the program to compare between nodes, see :mod:`ddp_callbacks.launcher.facts`."""
-        if len(self.nodes) == 1 and not self.keep_going:
-            return "", ""
         if self.no_python or self.training_script is None:
             return "any", ""
-        return "module" if self.module else "file", self.training_script
+        return "module" if self.module else "script", self.training_script
 
     @property
     def shown(self) -> frozenset[int] | None:

@@ -28,16 +28,17 @@ def differences(places: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[tuple[
             own = place["same"].get(name)
             if own and usual and own != usual:  # what a node lacks is named where it is needed
                 says = f"its {name} is not that of" if name in _SUMS else f"{name} {own}, but {usual} on"
-                yield plan, name, f"{says} {first.name}. {_remedy(plan, name, usual)}"
+                yield plan, name, f"{says} {first.name}. {remedy(plan, name, usual)}"
 
 
-def _remedy(plan: NodePlan, name: str, usual: str) -> str:
+def remedy(plan: NodePlan, name: str, version: str) -> str:
+    """Say how to get a thing to a node in this version, which may be empty."""
     if name in ("script", "module"):
         return how_to_copy(plan)
     if name == "python":
         return "Choose another with --python"
-    python = f"{plan.shell}{plan.python}"
-    return f"Run: {how_to_install_this(python) if name in _SUMS else f'{python} -m pip install {name}=={usual}'}"
+    python, wanted = f"{plan.shell}{plan.python}", f"{name}=={version.partition('+')[0]}" if version else name
+    return f"Run: {how_to_install_this(python) if name in _SUMS else f'{python} -m pip install {wanted}'}"
 
 
 def how_to_copy(plan: NodePlan) -> str:
