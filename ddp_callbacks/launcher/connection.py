@@ -212,7 +212,7 @@ class Connection(asyncio.SubprocessProtocol):
     async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
         plan, text = self.plan, Path(facts.__file__).read_text()
-        words = plan.words(plan.python, *UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
+        words = plan.words(plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
