@@ -121,7 +121,7 @@ def test_messages_keep_their_bytes_where_the_locale_is_not_utf_8(tmp_path: Path,
     compiled = ["localedef", "--no-archive", "-c", "-f", "GBK", "-i", "POSIX", str(tmp_path / "zh.GBK")]
     subprocess.run(compiled, capture_output=True, timeout=LIMIT)
     (folder := tmp_path / "\u4e57").mkdir()  # in GBK its second byte is a backslash
-    script = write(folder, "import sys\nprint(sys.flags.utf8_mode, end='')\nraise ValueError(sys.argv[1])", "\u4e57.py")
+    script = write(folder, "import sys\nprint(sys.flags.utf8_mode)\nraise ValueError('\\u4e57')", "\u4e57.py")
     locale = {"LOCPATH": str(tmp_path), "LC_ALL": "zh.GBK"}
     if where == "here":
         done = ddprun("--nproc-per-node", "1", script, "\u4e57", cwd=folder, **locale)
@@ -129,9 +129,9 @@ def test_messages_keep_their_bytes_where_the_locale_is_not_utf_8(tmp_path: Path,
         rsh = " ".join(["env -u {host}", *(f"{name}={value}" for name, value in locale.items())])
         done = ddprun("-H", "far:1", "--rsh", rsh, script, "\u4e57", cwd=folder)
     node = "localhost" if where == "here" else "far"
-    assert (done.returncode, done.stdout) == (1, f"[{node}:0] 0"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"[{node}:0] 0\n"), done.stderr
     *_, said, log = done.stderr.splitlines()
-    assert said.startswith(f"ddprun: rank 0 on {node} failed with exit code 1: ValueError: ")
+    assert said == f"ddprun: rank 0 on {node} failed with exit code 1: ValueError: \u4e57"
     assert f"{folder}/ddprun-logs" in log
 
 
