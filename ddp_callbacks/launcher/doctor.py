@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
-from ddp_callbacks.launcher.launch import Launch, Unfit, ask_all
+from ddp_callbacks.launcher.launch import Launch, ask_all
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
@@ -36,7 +36,6 @@ _MORE_SHARED = (
 )
 _NEEDED = ("torch", "ddp_callbacks")
 _Level = Literal["green", "amber", "red"]
-_Row = tuple[str, str, str, _Level]  # a check, its result, and the remedy if it is not fine, of this level
 _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
 
@@ -70,92 +69,75 @@ def examine(job: Job) -> int:
     return 0 if works else 1
 
 
+def _found(node: str, check: str, text: str, remedy: str = "", level: _Level = "red") -> Finding:
+    """Return the result of a check, which is green without a remedy."""
+    return Finding(node, check, level if remedy else "green", text, remedy)
+
+
 async def _examine(job: Job) -> list[Finding]:
-    doctor = Doctor(job)
-    await doctor.examine()
-    names = [plan.name for plan in job.nodes]
-    return sorted(doctor.findings, key=lambda finding: [*names, finding.node].index(finding.node))
+    """Do what ``ddprun`` does, with a probe in place of the script; return all findings, node by node.
 
-
-class Doctor:
-    """Checks the nodes of a job by what ``ddprun`` does, with a probe in place of the script.
-
-    Attributes:
-        findings: The results so far.
+    Takes little more than :data:`LIMIT` seconds.
     """
+    once = {"keep_going": False, "max_restarts": 0, "grace": None, "min_nodes": len(job.nodes)}
+    limit = f"the limit of {LIMIT:g} s for all checks"
+    launch = Launch(job.changed(**once, heartbeat_timeout=_PATIENCE), LIMIT + GRACE, limit, _ANSWER_TIMEOUT)
+    findings: list[Finding] = []
+    async with launch:
+        try:
+            await _look(launch, findings)
+            if len(job.nodes) > 1:
+                is_fine = all(finding.level != "red" for finding in findings)
+                skipped = _found("", "all-reduce", "skipped", "skipped: fix the problems above first")
+                findings.append(await _all_reduce(launch) if is_fine else skipped)
+                plain = "traffic between the nodes is not encrypted; use a network that you trust"
+                findings.append(_found("", "encryption", "none", plain, "amber"))
+        except asyncio.CancelledError:
+            findings.append(_found("", "all-reduce", "failed", f"stopped by {launch.stopped_by}"))
+    names = [plan.name for plan in job.nodes]
+    return sorted(findings, key=lambda finding: [*names, finding.node].index(finding.node))
 
-    def __init__(self, job: Job) -> None:
-        once = {"keep_going": False, "max_restarts": 0, "grace": None, "min_nodes": len(job.nodes)}
-        self._job = Job(**vars(job) | once | {"heartbeat_timeout": _PATIENCE})
-        limit = f"the limit of {LIMIT:g} s for all checks"
-        self._launch = Launch(self._job, LIMIT + GRACE, limit, _ANSWER_TIMEOUT)
-        self.findings: list[Finding] = []
 
-    async def examine(self) -> None:
-        """Make all checks. Takes little more than :data:`LIMIT` seconds."""
-        async with self._launch:
-            try:
-                await self._look(self._launch.nodes)
-                if len(self._job.nodes) > 1:
-                    await self._look_between()
-            except asyncio.CancelledError:
-                self._note("", "all-reduce", "failed", f"stopped by {self._launch.stopped_by}")
+async def _look(launch: Launch, findings: list[Finding]) -> None:
+    """Look at each node, and at the ways from each to all others."""
 
-    def _note(self, node: str, check: str, text: str, remedy: str = "", level: _Level = "red") -> None:
-        """Note a result; without a remedy, it is fine."""
-        self.findings.append(Finding(node, check, level if remedy else "green", text, remedy))
-
-    async def _look(self, nodes: list[Connection]) -> None:
-        """Look at each node, and at the ways from each to all others."""
-        problems = await ask_all(self._reach, nodes)
-        known = [node for node in nodes if node not in problems]
-        self.findings += judge({node.plan: node.place for node in known})
-        problems = {}
-        if len(known) > 1 or known == nodes:
-            try:
-                await self._launch.meet(known)
-            except Unfit as unfit:
-                problems = unfit.problems
-        for node in known:
-            problem = problems.get(node, "")
-            self._note(node.plan.name, "address", f"{node.address} ({node.place.get('interface', '')})")
-            if len(nodes) > 1:
-                self._note(node.plan.name, "ports", "failed" if problem else "reaches the others", str(problem))
-
-    async def _reach(self, node: Connection) -> None:
+    async def reach(node: Connection) -> None:
         plan, begin = node.plan, time.monotonic()
         try:
-            await self._launch.reach(node, "all")
+            await launch.reach(node, "all")
         except NodeProblem as problem:
             check = "python" if node.is_in_place else "folder" if node.greeted else "reached"
-            self._note(plan.name, check, "failed", str(problem))
+            findings.append(_found(plan.name, check, "failed", str(problem)))
             raise
         by = "ssh" if plan.rsh is None else os.path.basename(plan.rsh[0])
-        self._note(plan.name, "reached", "here" if plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s")
-        self._note(plan.name, "folder", plan.cwd)
+        way = "here" if plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s"
+        findings.extend((_found(plan.name, "reached", way), _found(plan.name, "folder", plan.cwd)))
 
-    async def _look_between(self) -> None:
-        if any(finding.level == "red" for finding in self.findings):
-            self._note("", "all-reduce", "skipped", "skipped: fix the problems above first")
-        else:
-            await self._all_reduce()
-        plain = "traffic between the nodes is not encrypted; use a network that you trust"
-        self._note("", "encryption", "none", plain, "amber")
+    unknown = await ask_all(reach, launch.nodes)
+    known = [node for node in launch.nodes if node not in unknown]
+    findings += judge({node.plan: node.place for node in known})
+    if len(known) > 1 or not unknown:
+        problems = await launch.try_to_meet(known)
+        for node in known:
+            name, says = node.plan.name, str(problems.get(node, ""))
+            findings.append(_found(name, "address", f"{node.address} ({node.place.get('interface', '')})"))
+            if len(known) > 1:
+                findings.append(_found(name, "ports", "failed" if says else "reaches the others", says))
 
-    async def _all_reduce(self) -> None:
-        """Run an all-reduce with one process per node, and note the line that the probe prints."""
-        heard, probe = _Heard(), {"training_script": "-P", "training_script_args": ["-m", _PROBE]}
-        self._launch.job = Job(**vars(self._job) | probe | {"module": False, "no_python": False})
-        self._launch.start(self._launch.nodes)
-        with TemporaryDirectory(prefix="ddprun-") as folder:
-            with closing(Output(Path(folder) / "logs", frozenset({0}), False, heard)) as output:
-                code = await Watch(self._launch, output).run()
-            said = [line for line in heard.lines("e") if line.startswith("ddprun: ") and folder not in line]
-        if code:  # each node has begun with a line
-            why = "; ".join(line.removeprefix("ddprun: ") for line in said[len(self._launch.nodes) :])
-            self._note("", "all-reduce", "failed", why or "the probe failed")
-        else:
-            self._note("", "all-reduce", heard.lines("o")[-1])
+
+async def _all_reduce(launch: Launch) -> Finding:
+    """Run an all-reduce with one process per node; return the line that the probe prints."""
+    heard, probe = _Heard(), {"training_script": "-P", "training_script_args": ["-m", _PROBE]}
+    launch.job = launch.job.changed(**probe, module=False, no_python=False)
+    launch.start(launch.nodes)
+    with TemporaryDirectory(prefix="ddprun-") as folder:
+        with closing(Output(Path(folder) / "logs", frozenset({0}), False, heard)) as output:
+            code = await Watch(launch, output).run()
+        said = [line for line in heard.lines("e") if line.startswith("ddprun: ") and folder not in line]
+    if code == 0:
+        return _found("", "all-reduce", heard.lines("o")[-1])
+    why = "; ".join(line.removeprefix("ddprun: ") for line in said[len(launch.nodes) :])  # each node began with a line
+    return _found("", "all-reduce", "failed", why or "the probe failed")
 
 
 class _Heard(Terminal):
@@ -176,40 +158,41 @@ class _Heard(Terminal):
 
 def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
     """Return all findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
-    unlike = {(plan, name): says for plan, name, says in differences(nodes)}
+    unlike = {(plan.name, name): says for plan, name, says in differences(nodes)}
     usual = dict.fromkeys(_NEEDED, "")
-    for facts in reversed(nodes.values()):
+    for facts in reversed(list(nodes.values())):
         usual |= facts["packages"]
     has_gpus = any(facts["gpus"] for facts in nodes.values())
     found = []
     for plan, facts in nodes.items():
-        for check, text, says, level in (*_programs(plan, facts, usual), *_machine(plan, facts, has_gpus)):
-            says = unlike.get((plan, check), says)
-            found.append(Finding(plan.name, check, level if says else "green", text, says))
+        for each in (*_programs(plan, facts, usual), *_machine(plan, facts, has_gpus)):
+            says = unlike.get((each.node, each.check))
+            found.append(_found(each.node, each.check, each.text, says) if says else each)
     return found
 
 
-def _programs(plan: NodePlan, facts: Mapping[str, Any], usual: Mapping[str, str]) -> Iterator[_Row]:
-    """Rows for what a run needs there. A package on any node, in its ``usual`` version, must be on all."""
+def _programs(plan: NodePlan, facts: Mapping[str, Any], usual: Mapping[str, str]) -> Iterator[Finding]:
+    """What a run needs there. A package on any node, in its ``usual`` version, must be on all."""
     for kind in facts["same"].keys() & {"script", "module"}:
-        yield kind, facts["program"], "", "red"
-    yield "python", facts["python"], "", "red"
+        yield _found(plan.name, kind, facts["program"])
+    yield _found(plan.name, "python", facts["python"])
     for name, version in usual.items():
-        missing = f"{name} is not installed. {remedy(plan, name, version)}"
-        own = facts["packages"].get(name)
-        yield name, own or "missing", "" if own else missing, "amber" if name == "numpy" else "red"
+        own, missing = facts["packages"].get(name), f"{name} is not installed. {remedy(plan, name, version)}"
+        level: _Level = "amber" if name == "numpy" else "red"
+        yield _found(plan.name, name, own or "missing", "" if own else missing, level)
 
 
-def _machine(plan: NodePlan, facts: Mapping[str, Any], has_gpus: bool) -> Iterator[_Row]:
-    yield "cores", str(facts["cores"]), "", "red"
+def _machine(plan: NodePlan, facts: Mapping[str, Any], has_gpus: bool) -> Iterator[Finding]:
     free, shared, gpus = facts["free_memory"], facts["shared_memory"], Counter(facts["gpus"])
+    yield _found(plan.name, "cores", str(facts["cores"]))
     text = f"{free / GIB:.1f} of {facts['memory'] / GIB:.1f} GiB free"
     low = f"less than 1 GiB is free. Check: {plan.shell}ps aux --sort=-rss | head"
-    yield "memory", text, "" if free >= _MEMORY else low, "amber"
-    yield "/dev/shm", f"{shared / GIB:.1f} GiB free", "" if shared >= _SHARED_MEMORY else _MORE_SHARED, "amber"
+    yield _found(plan.name, "memory", text, "" if free >= _MEMORY else low, "amber")
+    text = f"{shared / GIB:.1f} GiB free"
+    yield _found(plan.name, "/dev/shm", text, "" if shared >= _SHARED_MEMORY else _MORE_SHARED, "amber")
     none = f"no GPU found, but others have some. Check: {plan.shell}nvidia-smi"
     text = ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or "none"
-    yield "GPUs", text, none if has_gpus and not gpus else "", "red"
+    yield _found(plan.name, "GPUs", text, none if has_gpus and not gpus else "")
 
 
 # --- the output -------------------------------------------------------------------------------------------------------

@@ -35,18 +35,6 @@ class CannotStart(Exception):
     """Nothing was started; the text has a line for each problem."""
 
 
-class Unfit(CannotStart):
-    """The job cannot start on some nodes.
-
-    Attributes:
-        problems: What is wrong, by node.
-    """
-
-    def __init__(self, problems: Mapping[Connection, NodeProblem]) -> None:
-        super().__init__("\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items()))
-        self.problems = problems
-
-
 class Launch:
     """One job on its nodes; use it in an ``async with`` block, which disconnects from all nodes at its end.
 
@@ -80,6 +68,7 @@ class Launch:
         self._shared = Shared(job.heartbeat_timeout, answer_timeout)
         self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
         self._secret = secrets.token_hex(16)  # secret of the ranks' control channel
+        self._where = ("", 0)  # address and port of the ranks' store
         self._news: dict[str, dict[str, Any]] = {}  # all that the ranks were let know
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
         self._ending: float | None = None  # the deadline for all to end
@@ -145,7 +134,7 @@ class Launch:
         problems = await self._find_problems(self.nodes)
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
-            raise Unfit(problems)
+            raise CannotStart(_lines(problems))
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
             await node.close(0)
@@ -164,7 +153,7 @@ class Launch:
         try:
             first, *others = [node for node in self.nodes if node.is_open]
             if problems := await self._find_problems(nodes, first):
-                raise Unfit(problems)
+                raise CannotStart(_lines(problems))
             _refuse_machines_named_twice([first, *others, *nodes])
             if first.place["interface"] == "lo":
                 here = f"the processes of this job meet at an address that only {first.plan.name} has"
@@ -212,22 +201,25 @@ class Launch:
             port: Its port; 0 finds a free one, and ``None`` is that of ``--master-port``.
 
         Raises:
-            Unfit: The first node has no address for others, cannot listen, or a node cannot reach another one.
+            CannotStart: The first node has no address for others, cannot listen, or a node cannot reach another one.
         """
+        if problems := await self.try_to_meet(nodes, port):
+            raise CannotStart(_lines(problems))
+
+    async def try_to_meet(self, nodes: list[Connection], port: int | None = None) -> dict[Connection, NodeProblem]:
+        """Do what :meth:`meet` does, but return the problems by node."""
         first, *others = nodes
         addresses = first.addresses(others) if others else ["127.0.0.1"]
-        likeliest: dict[Connection, NodeProblem] | None = None
+        found: list[dict[Connection, NodeProblem]] = []
         for address in [self.job.master_addr] if self.job.master_addr and first is self.nodes[0] else addresses:
-            problems = await self._meet_at(address, self.job.master_port if port is None else port, nodes)
-            likeliest = problems if likeliest is None or not problems else likeliest
-            if not problems:
+            found.append(await self._meet_at(address, self.job.master_port if port is None else port, nodes))
+            if not found[-1]:
+                self._where, found = first.held, found[-1:]
                 break
-        if likeliest is None:
-            likeliest = {first: NodeProblem("it has no address for others")}
-        if others and first not in likeliest and not self.job.unchecked:
-            likeliest = await _connect_pairs(nodes) | likeliest
-        if likeliest:
-            raise Unfit(likeliest)
+        problems = found[0] if found else {first: NodeProblem("it has no address for others")}  # of the likeliest one
+        if others and first not in problems and not self.job.unchecked:
+            problems = await _connect_pairs(nodes) | problems
+        return problems
 
     async def _meet_at(self, address: str, port: int, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """Let the first of these nodes listen at ``address``, and the others reach it; return the problems by node."""
@@ -259,7 +251,7 @@ class Launch:
             node.tell("start", **message)
 
     def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
-        messages = starts(self.job, [(node.plan, node.place) for node in nodes], nodes[0].held, self.restarts)
+        messages = starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
         own = {"size": terminal_size(self.job), "shown": self.job.shown and sorted(self.job.shown)}
         return (message | own | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
 
@@ -338,6 +330,10 @@ class Launch:
 async def close(nodes: list[Connection]) -> None:
     """Disconnect from nodes on which nothing was started."""
     await asyncio.gather(*(node.close(0) for node in nodes))
+
+
+def _lines(problems: Mapping[Connection, NodeProblem]) -> str:
+    return "\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items())
 
 
 async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProblem]:

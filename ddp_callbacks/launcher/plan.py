@@ -31,6 +31,10 @@ class Job(Namespace):
     environ: dict[str, str]
     forwarded: dict[str, str]
 
+    def changed(self, **settings: Any) -> Job:
+        """Return this job with other settings."""
+        return Job(**vars(self) | settings)
+
     @property
     def command(self) -> list[str]:
         """The script, or ``-m`` and the module, and its arguments."""
