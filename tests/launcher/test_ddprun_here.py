@@ -117,7 +117,6 @@ CHARMAPS = Path("/usr/share/i18n/charmaps")
 @pytest.mark.skipif(not CHARMAPS.exists(), reason="needs character sets, of Debian's package locales")
 @pytest.mark.parametrize("where", ["here", "on another machine"])
 def test_messages_keep_their_bytes_where_the_locale_is_not_utf_8(tmp_path: Path, where: str) -> None:
-    """Nodes may have any locale, such as GBK, and paths and messages any bytes."""
     compiled = ["localedef", "--no-archive", "-c", "-f", "GBK", "-i", "POSIX", str(tmp_path / "zh.GBK")]
     subprocess.run(compiled, capture_output=True, timeout=LIMIT)
     (folder := tmp_path / "\u4e57").mkdir()  # in GBK its second byte is a backslash
@@ -136,8 +135,6 @@ def test_messages_keep_their_bytes_where_the_locale_is_not_utf_8(tmp_path: Path,
 
 
 def test_an_answer_that_comes_too_late_answers_nothing_else(tmp_path: Path) -> None:
-    """The answer of a slow node is not taken for the next one."""
-
     async def ask_twice() -> dict[str, object]:
         plan = NodePlan("here", python=sys.executable, cwd=str(tmp_path), is_here=True)
         node = Connection(plan, Shared(patience=LIMIT))

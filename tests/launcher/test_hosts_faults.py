@@ -124,7 +124,7 @@ def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty:
 def test_nodes_that_cannot_meet_are_named_before_anything_starts(
     faulty: HostBed, tmp_path: Path, flags: list[str], says: str
 ) -> None:
-    """It names nodes that cannot meet, too."""
+    """It names nodes that differ or cannot meet."""
     done = ddprun(*flags, write(tmp_path, ANYTHING), cwd=tmp_path, host=faulty.hosts[0])
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
@@ -133,7 +133,6 @@ def test_nodes_that_cannot_meet_are_named_before_anything_starts(
 
 @pytest.mark.parametrize("flags", [[], ["-m"]])
 def test_an_older_script_on_a_node_stops_the_start(bed: HostBed, tmp_path: Path, flags: list[str]) -> None:
-    """`ddprun` refuses nodes whose scripts differ, unless you allow it."""
     h1, name = bed.hosts[0], "script" if flags else "script.py"
     (tmp_path / "old").mkdir()
     write(tmp_path / "old", f"{ANYTHING}  # older")
@@ -154,7 +153,6 @@ def test_an_older_script_on_a_node_stops_the_start(bed: HostBed, tmp_path: Path,
 
 
 def test_a_firewall_between_two_other_nodes_stops_the_start(bed: HostBed, tmp_path: Path) -> None:
-    """Any two nodes that cannot connect are named, with the firewall to open."""
     h1, h2, h3 = bed.hosts
     close_ports(h2, h3)
     try:
@@ -172,7 +170,6 @@ WHERE = "import os; print(*(os.environ[name] for name in ('RANK', 'MASTER_ADDR',
 
 
 def test_the_job_uses_the_network_by_which_ssh_reaches_the_nodes(bed: HostBed, tmp_path: Path) -> None:
-    """The processes meet over the network that ssh uses, also beside a default route elsewhere."""
     h1, h2, _ = bed.hosts
     setup = "ip link add link eth0 name fast0 type macvlan mode bridge && ip addr add 192.168.9.{}/24 dev fast0 && "
     setup += "ip link set fast0 up && ip route add default via 10.83.0.254"

@@ -63,7 +63,6 @@ class Node:
         self._news = memory_file("news")  # what the launcher lets the ranks know, which they read
         self._input: int | None = None  # rank 0's standard input
         self._unread: bytes | None = b""  # data for it; None: no more will come
-        self._question: int | None = None  # the number of the message that is handled now, if it has an answer
         self._leaves = False  # whether this program ends with the ranks
         self._halt: int | None = None  # the number of the question that waits until other ranks can be started
 
@@ -102,7 +101,6 @@ class Node:
         """Give up the port that :meth:`do_listen` holds."""
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
 
     def do_start(
         self,
@@ -281,8 +279,7 @@ class Node:
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
-            is_output = descriptor in (1, self._input)
-            poll.register(descriptor, select.POLLOUT if is_output else select.POLLIN)
+            poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
         came = [descriptor for descriptor, _ in poll.poll((_TICK if self._ending.is_busy else _LOOK) * 1000)]
         if 0 not in came and self._link.is_silent:
             self._link.close()
