@@ -22,8 +22,8 @@ def differences(places: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[tuple[
     Args:
         places: The facts about each node, see :func:`ddp_callbacks.launcher.facts.place`.
     """
-    first = next(iter(places))
     for plan, place in places.items():
+        first = next(iter(places))
         for name, usual in places[first]["same"].items():
             own = place["same"].get(name)
             if own and usual and own != usual:  # what a node lacks is named where it is needed

@@ -83,6 +83,10 @@ def test_each_fault_is_named_with_what_mends_it(
     assert bad == [Finding("n3", check, level, text, remedy)]
 
 
+def test_without_any_node_that_was_reached_there_is_nothing_to_judge() -> None:
+    assert judge({}) == []
+
+
 def test_a_node_without_gpus_among_others_is_red() -> None:
     """The doctor names a node without GPUs among others."""
     nodes = {NodePlan("a"): {**GOOD, "gpus": ["H100", "H100"]}, NodePlan("b"): GOOD}
