@@ -16,6 +16,7 @@
         output       files and the terminal, line by line, and standard input for rank 0
         failures     finds which of several failures came first
         requests     what a command asks of a running job: stacks shows where the ranks are, join adds nodes
+        same         what all nodes must have alike
         doctor       checks the nodes
     on each node
         node         the first process, without this package: starts the ranks, ends them with the connection

@@ -8,7 +8,8 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
-from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, command_to, explain, opening
+from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, UTF8, command_to, explain, opening
+from ddp_callbacks.launcher.same import how_to_copy
 
+ANSWER_TIMEOUT = 30.0  # seconds
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
@@ -47,6 +50,10 @@ class NodeProblem(Exception):
     """A node cannot do what was asked, or cannot be reached; the text has the remedy."""
 
 
+class Refused(NodeProblem):
+    """The node has answered that it cannot."""
+
+
 class Event(NamedTuple):
     """A message from a node, see :mod:`ddp_callbacks.launcher.node`, or ``closed`` at its end."""
 
@@ -67,7 +74,7 @@ class Shared:
     """
 
     patience: float
-    answer_timeout: float = 30.0
+    answer_timeout: float = ANSWER_TIMEOUT
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     logins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LOGINS))
 
@@ -78,19 +85,24 @@ class Connection(asyncio.SubprocessProtocol):
     Attributes:
         greeted: Whether the node's program has answered.
         is_open: Whether the node's program is still there.
+        is_in_place: Whether it has entered the working directory.
         hello: The node's description of itself.
         place: Facts about the node, see :func:`ddp_callbacks.launcher.facts.place`.
+        address: The node's own address for the others: likely at first, then the one by which it has reached them.
+        held: The address and port at which it listens.
         stdin: The descriptor by which the program of this machine has inherited a standard input that is no terminal.
     """
 
     def __init__(self, plan: NodePlan, shared: Shared) -> None:
         self.plan = plan
-        self.greeted = self.is_open = False
+        self.greeted = self.is_open = self.is_in_place = False
         self.hello: dict[str, Any] = {}
         self.place: dict[str, Any] = {}
         self.stdin: int | None = None
+        self.address, self.held = "", ("", 0)
         self._shared = shared
         self._asks = self._silent = False
+        self._question = 0  # the number of the latest question; an answer to an earlier one came too late
         self._waiting = 0  # events that nobody has taken
         self._process: Any = None  # the transport of the process that talks to the node
         self._beats: asyncio.Task[None] | None = None
@@ -122,7 +134,8 @@ class Connection(asyncio.SubprocessProtocol):
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
-        self.tell(do, **values)
+        self._question += 1
+        self.tell(do, number=self._question, **values)
         return await self._answer(timeout)
 
     async def _answer(self, timeout: float | None = None) -> dict[str, Any]:
@@ -137,7 +150,7 @@ class Connection(asyncio.SubprocessProtocol):
         if answer is None:
             raise NodeProblem(await self.explain_end())
         if "problem" in answer:
-            raise NodeProblem(answer["problem"])
+            raise Refused(answer["problem"])
         return answer
 
     async def greet(self, grace: float | None = None) -> None:
@@ -171,44 +184,66 @@ class Connection(asyncio.SubprocessProtocol):
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
 
     @property
-    def addresses(self) -> list[str]:
-        """Addresses for the other nodes, likeliest first: the one that ssh reached, or that on the route outside."""
-        by_ssh = self.hello["address"] if not self.plan.is_here and self.plan.rsh is None else None
-        return [*dict.fromkeys(filter(None, (by_ssh, *self.place["addresses"])))]
+    def ends(self) -> list[str | None]:
+        """The addresses of the ends of ssh's connection, there and here; ``None`` without ssh."""
+        return [None, None] if self.plan.is_here or self.plan.rsh is not None else list(self.hello["ends"])
+
+    def addresses(self, others: Sequence[Connection]) -> list[str]:
+        """Its addresses for the other nodes, likeliest first: of the network that ssh uses, then on the route outside.
+
+        On this machine, that is the address from which the logins on the others came.
+        """
+        used = [other.ends[1] for other in others] if self.plan.is_here else self.ends[:1]
+        interfaces = self.place["interfaces"]  # behind a gateway or a jump host, logins come from another machine
+        own = [address for address, _ in Counter(used).most_common() if interfaces.get(address or "", "lo") != "lo"]
+        return [*dict.fromkeys(filter(None, (*own, *self.place["addresses"])))]
 
     # --- requests to the node, which raise NodeProblem if it cannot do them -------------------------------------------
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all later processes, check that the script exists."""
-        await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
+        try:
+            await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
+        except Refused as problem:
+            other = "" if self.plan.is_here else f". {how_to_copy(self.plan)}. Or choose another folder with --chdir"
+            raise Refused(f"{problem}{other}") from None
+        self.is_in_place = True
 
-    async def look(self, which: str, seconds: float) -> None:
-        """Set :attr:`place`; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
-        plan = self.plan
-        words = plan.words(plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(plan.cores or 0))
+    async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
+        """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
+        plan, text = self.plan, Path(facts.__file__).read_text()
+        words = plan.words(plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
             raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
+        self.address = next(iter(self.addresses([])), "127.0.0.1")
 
-    async def listen(self, address: str, port: int) -> int:
-        """Hold a port for the ranks' store; 0 finds a free one."""
+    async def listen(self, address: str, port: int) -> None:
+        """Hold a port; 0 finds a free one. On the first node it is that of the ranks' store."""
         held = await self.ask("listen", address=address, port=port)
-        self._note_interface(held["address"])
-        return int(held["port"])
+        self.held = address, int(held["port"])
+        self.use(held["address"])
 
-    async def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
-        """Connect to ports that other nodes hold."""
-        found = (await self.ask("reach", addresses=addresses, seconds=seconds))["found"]
-        if problems := [problem for _, problem in found if problem]:
-            raise NodeProblem("; ".join(problems))
-        self._note_interface(found[0][0])
+    async def reach(self, others: Sequence[Connection], seconds: float) -> str:
+        """Connect to the ports that other nodes hold; return its own address on the way to the first of them."""
+        held = [other.held for other in others]
+        found = (await self.ask("reach", addresses=held, seconds=seconds))["found"]
+        failed = [(other, says) for other, (_, says) in zip(others, found, strict=True) if says]
+        if not failed:
+            return str(found[0][0])
+        (other, says), more = failed[0], [other.plan.name for other, _ in failed[1:]]
+        also = f", nor to {', '.join(more)}" if more else ""
+        raise NodeProblem(
+            f"cannot connect to {other.held[0]} port {other.held[1]}: {says}{also}. Open the firewall of "
+            f"{', '.join([other.plan.name, *more])} for it, for example: ufw allow from {self.address}"
+        )
 
-    def _note_interface(self, address: str) -> None:
-        """Gloo and NCCL use the interface with this address of its own, unless the user chose another."""
-        self.place["interface"] = self.place["interfaces"].get(address, "")
+    def use(self, address: str) -> None:
+        """Let gloo and NCCL use the interface with this address of its own, unless the user chose another."""
+        self.address, self.place["interface"] = address, self.place["interfaces"].get(address, "")
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -311,7 +346,8 @@ class Connection(asyncio.SubprocessProtocol):
 
     def _take(self, do: str, **values: Any) -> None:
         if do == "answer":
-            self._answers.put_nowait(values)
+            if values.pop("number") == self._question:
+                self._answers.put_nowait(values)
         elif do != "beat":
             self.put(do, **values)
 

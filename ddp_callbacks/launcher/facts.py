@@ -2,17 +2,22 @@
 
 The first argument is ``all``, or the number of processes as in ``--nproc-per-node``: this prints only the facts for a
 start, in a fraction of a second. The second is the number of cores that the job has there; 0 for all that it may use.
+The others are the kind and the name of the program: a ``script``, a ``module``, or ``any``, which is not compared.
+Without a kind, nothing is compared.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any
 
 try:
@@ -26,17 +31,56 @@ _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelera
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # accelerators
 
 
-def place(processes: str, cores: int) -> dict[str, Any]:
+def place(processes: str, cores: int, kind: str, name: str) -> dict[str, Any]:
     """Return what a start needs: the package's folder (``None`` if missing), processes, cores and addresses."""
     addresses = own_addresses() if ddp_callbacks else {}
     likely = address_for_others([]) if ddp_callbacks else None  # the address on the route to the outside
     return {
         "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
         "processes": int(processes) if processes.isdigit() else _processes(processes),
+        "same": same(kind, name) if kind else {},
         "cores": min(usable_cores(), cores or sys.maxsize),
         "interfaces": addresses,
         "addresses": [*filter(None, [likely]), *(each for each in addresses if each != likely and is_for_others(each))],
     }
+
+
+def same(kind: str, name: str) -> dict[str, str]:
+    """Return versions, without what tells builds for CPUs and GPUs apart, and checksums; empty if unknown."""
+    found = {name: _version(name) for name in ("torch", "lightning", "pytorch-lightning")}
+    versions = {name: version.partition("+")[0] for name, version in found.items() if version}
+    python = "{}.{}".format(*sys.version_info)
+    return {"python": python, **versions, "ddp_callbacks": _sum_of_package(), **_sum_of_program(kind, name)}
+
+
+def _sum_of_package() -> str:
+    """Return a checksum of this package's files; empty if it is missing."""
+    folders = os.walk(os.path.dirname(ddp_callbacks.__file__)) if ddp_callbacks else ()
+    return _sum(os.path.join(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+
+
+def _sum_of_program(kind: str, name: str) -> dict[str, str]:
+    """Return the checksum of a script, or of the file of a module that ``python -m`` would run."""
+    path = _file_of(name) if kind == "module" else name
+    return {} if kind == "any" or path is None else {kind: _sum([path])}
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of a module; ``None`` if unknown. Imports none of its packages."""
+    sys.path.insert(0, "")
+    top, *parts = module.split(".")
+    spec = find_spec(top)
+    while spec is not None and spec.submodule_search_locations is not None:
+        spec = PathFinder.find_spec(parts.pop(0) if parts else "__main__", spec.submodule_search_locations)
+    return spec.origin if spec else None
+
+
+def _sum(paths: Iterable[str]) -> str:
+    found = 0
+    for path in sorted(paths):
+        with suppress(OSError), open(path, "rb") as file:  # it may be a folder with a program
+            found = zlib.crc32(file.read(), found)
+    return f"{found:08x}" if found else ""
 
 
 def _processes(kind: str) -> int:
@@ -65,11 +109,12 @@ def _sockets() -> int:
     return max(1, len(packages))
 
 
-def facts(cores: int) -> dict[str, Any]:
+def facts(cores: int, kind: str = "", name: str = "") -> dict[str, Any]:
     """Return the facts that the doctor judges."""
     memory = _memory()
-    return place("1", cores) | {
-        "python": platform.python_version(),
+    return place("1", cores, kind, name) | {
+        "program": name,
+        "python": sys.version.split()[0],
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "memory": memory["MemTotal"],
@@ -120,5 +165,5 @@ def _gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    which, cores = sys.argv[1], int(sys.argv[2])
-    print(json.dumps(facts(cores) if which == "all" else place(which, cores)))
+    which, cores, kind, name = sys.argv[1:]
+    print(json.dumps(facts(int(cores), kind, name) if which == "all" else place(which, int(cores), kind, name)))

@@ -109,6 +109,7 @@ START = (
     Flag("-x", "a variable for every process; 'WANDB_*' for several", "NAME[=VALUE]", usual=True, repeats=True),
     Flag("--auto", "an unedited script trains on all: a Lightning Trainer, a Torchbearer Trial", usual=True),
     Flag("--independent", "the processes join no process group on purpose: no warning says that they have not"),
+    Flag("--unchecked", "start even if nodes' scripts or versions differ, or some can't connect"),
     Flag("--dry-run", "print what would run on each node, and start nothing", usual=True),
     Flag("--bind", "gives each process cores of its own, or those of a NUMA node", "|".join(KINDS), "none", _BINDING),
     Flag("--heartbeat-timeout", f"a node is lost after (default: {PATIENCE:g})", "SECONDS", PATIENCE, _SECONDS),

@@ -26,7 +26,7 @@ def plans_to_add(job: Job, hosts: str, nodes: int) -> Sequence[NodePlan]:
     Raises:
         ConfigurationError: A host is invalid, or there would be too many.
     """
-    found = nodes_of(Job(**vars(job) | {"hosts": hosts, "hostfile": None, "nproc_per_node": ""}), os.environ)
+    found = nodes_of(job.changed(hosts=hosts, hostfile=None, nproc_per_node=""), os.environ)
     most = job.nnodes.partition(":")[2]
     if most and nodes + len(found) > int(most):
         raise ConfigurationError(f"--nnodes allows {most} nodes, and the job has {nodes} by now.")

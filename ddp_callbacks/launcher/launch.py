@@ -12,20 +12,22 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, Shared
+from ddp_callbacks.launcher.connection import ANSWER_TIMEOUT, Connection, Event, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import Job, starts
+from ddp_callbacks.launcher.same import differences
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
-_PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
-_REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
+_FIRST = 2.0  # seconds by which a node gives up earlier than the launcher would
+_REACH_TIMEOUT = 3.5  # seconds for a node to connect to others: time for three attempts of TCP
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
+_ANYWAY = "Or start all the same: --unchecked"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,6 +45,7 @@ class Launch:
         job: The job.
         seconds: Seconds from now to the job's end; it is asked to stop ``job.force`` seconds earlier.
         limit: The name of this end, for messages.
+        answer_timeout: Seconds in which a node must answer; some questions have more.
 
     Attributes:
         has_begun: Whether a rank was started.
@@ -50,18 +53,20 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
         restarts: How often the ranks have been restarted, for any reason.
-        nodes: The nodes that were reached, in rank order.
+        nodes: The nodes in rank order; after :meth:`connect`, those that were reached.
     """
 
-    def __init__(self, job: Job, seconds: float = math.inf, limit: str = "") -> None:
+    def __init__(
+        self, job: Job, seconds: float = math.inf, limit: str = "", answer_timeout: float = ANSWER_TIMEOUT
+    ) -> None:
         self.job, self.limit = job, limit
         self.has_begun = self.is_forced = False
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
-        self.nodes: list[Connection] = []
         self._seconds = seconds
-        self._shared = Shared(job.heartbeat_timeout)
+        self._shared = Shared(job.heartbeat_timeout, answer_timeout)
+        self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
         self._secret = secrets.token_hex(16)  # secret of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
         self._news: dict[str, dict[str, Any]] = {}  # all that the ranks were let know
@@ -126,8 +131,7 @@ class Launch:
         Raises:
             CannotStart: The job cannot start on a node; nothing was started anywhere.
         """
-        self.nodes = [Connection(plan, self._shared) for plan in self.job.nodes]
-        problems = await ask_all(self._check, self.nodes)
+        problems = await self._find_problems(self.nodes)
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
             raise CannotStart(_lines(problems))
@@ -147,25 +151,42 @@ class Launch:
         """
         nodes = [Connection(plan, self._shared) for plan in plans]
         try:
-            if problems := await ask_all(self._check, nodes):
-                raise CannotStart(_lines(problems))
             first, *others = [node for node in self.nodes if node.is_open]
+            if problems := await self._find_problems(nodes, first):
+                raise CannotStart(_lines(problems))
             _refuse_machines_named_twice([first, *others, *nodes])
             if first.place["interface"] == "lo":
                 here = f"the processes of this job meet at an address that only {first.plan.name} has"
                 raise CannotStart(f"{here}. Start it with --master-addr, an address that the other nodes can reach.")
-            await self.meet([first, *nodes], port=0)
+            await self.meet([first, *others, *nodes], port=0)
         except BaseException:
             await close(nodes)
             raise
         return nodes
 
-    async def _check(self, node: Connection) -> None:
+    async def _find_problems(
+        self, nodes: list[Connection], like: Connection | None = None
+    ) -> dict[Connection, NodeProblem]:
+        """Check these nodes, also that they have the same program as the first of them, or as ``like``."""
+        problems = await ask_all(self._check, nodes)
+        known = {node.plan: node for node in [like, *nodes] if node is not None and node not in problems}
+        if len(known) > 1 and not self.job.unchecked:
+            for plan, _, says in differences({plan: node.place for plan, node in known.items()}):
+                problems.setdefault(known[plan], NodeProblem(f"{says}. {_ANYWAY}"))
+        return problems
+
+    async def reach(self, node: Connection, facts: str) -> None:
+        """Log in to a node, enter its folder, and get its facts, ``all`` or those for so many processes."""
         await node.greet(self.job.grace)
         patience = f"{self.job.heartbeat_timeout + _LATER:g}"
         given = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience}
         await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
-        await node.look(node.plan.processes, _PLACE_TIMEOUT)
+        is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
+        program = ("", "") if is_alone else self.job.program
+        await node.look(facts, self._shared.answer_timeout - _FIRST, program)
+
+    async def _check(self, node: Connection) -> None:
+        await self.reach(node, node.plan.processes)
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
@@ -173,40 +194,47 @@ class Launch:
             raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
-        """Let the first of these nodes listen where the others can reach it.
+        """Let the first of these nodes listen where the others can reach it, and each node reach each other one.
 
         Args:
             nodes: The nodes.
             port: Its port; 0 finds a free one, and ``None`` is that of ``--master-port``.
 
         Raises:
-            CannotStart: The first node has no address for others, cannot listen, or a node cannot reach it.
+            CannotStart: The first node has no address for others, cannot listen, or a node cannot reach another one.
         """
-        first, *others = nodes
-        addresses = first.addresses if others else ["127.0.0.1"]
-        problems: list[CannotStart] = []
-        for address in [self.job.master_addr] if self.job.master_addr and first is self.nodes[0] else addresses:
-            try:
-                chosen = self.job.master_port if port is None else port
-                self._where = address, await self._listen(first, others, address, chosen)
-                return
-            except CannotStart as problem:
-                problems.append(problem)
-        raise problems[0] if problems else CannotStart(f"{first.plan.name}: it has no address for others.")
+        if problems := await self.try_to_meet(nodes, port):
+            raise CannotStart(_lines(problems))
 
-    async def _listen(self, first: Connection, others: list[Connection], address: str, port: int) -> int:
-        """Listen at ``address``; return the port once all others have reached it."""
+    async def try_to_meet(self, nodes: list[Connection], port: int | None = None) -> dict[Connection, NodeProblem]:
+        """Do what :meth:`meet` does, but return the problems by node."""
+        first, *others = nodes
+        addresses = first.addresses(others) if others else ["127.0.0.1"]
+        found: list[dict[Connection, NodeProblem]] = []
+        for address in [self.job.master_addr] if self.job.master_addr and first is self.nodes[0] else addresses:
+            found.append(await self._meet_at(address, self.job.master_port if port is None else port, nodes))
+            if not found[-1]:
+                self._where, found = first.held, found[-1:]
+                break
+        problems = found[0] if found else {first: NodeProblem("it has no address for others")}  # of the likeliest one
+        if others and first not in problems and not self.job.unchecked:
+            problems = await _connect_pairs(nodes) | problems
+        return problems
+
+    async def _meet_at(self, address: str, port: int, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
+        """Let the first of these nodes listen at ``address``, and the others reach it; return the problems by node."""
+        first, *others = nodes
+
+        async def reach(node: Connection) -> None:
+            node.use(await node.reach([first], _REACH_TIMEOUT))
+
         try:
-            port = await first.listen(address, port)
+            await first.listen(address, port)
         except NodeProblem as problem:
-            remedy = "Choose another with --master-port or --master-addr"
-            raise CannotStart(f"{first.plan.name}: {problem}. {remedy}.") from None
-        problems = await ask_all(lambda node: node.reach([(address, port)], _REACH_TIMEOUT), others)
-        if problems:
-            remedy = f"Open the firewall of {first.plan.name} for it, or choose another address with --master-addr"
-            told = (f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items())
-            raise CannotStart("\n".join(told))
-        return port
+            return {first: NodeProblem(f"{problem}. Choose another with --master-port or --master-addr")}
+        problems = await ask_all(reach, others)
+        other = "Or choose another address with --master-addr"
+        return {node: NodeProblem(f"{problem}. {other}") for node, problem in problems.items()}
 
     def start(self, nodes: list[Connection]) -> None:
         """Start the ranks on these nodes, after :meth:`meet`. Returns at once; the nodes report the start."""
@@ -307,6 +335,18 @@ async def close(nodes: list[Connection]) -> None:
 
 def _lines(problems: Mapping[Connection, NodeProblem]) -> str:
     return "\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items())
+
+
+async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProblem]:
+    """Let each node connect to each other one, as its ranks will; return the problems by node."""
+    first, *others = nodes
+    problems = await ask_all(lambda node: node.listen(node.address, 0), others)
+    held = [first, *(node for node in others if node not in problems)]
+    others_of = {node: [other for other in held if other is not node] for node in nodes}
+    problems |= await ask_all(lambda node: node.reach(others_of[node], _REACH_TIMEOUT), nodes)
+    for node in others:
+        node.tell("release")
+    return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
 
 
 def _refuse_machines_named_twice(nodes: list[Connection]) -> None:

@@ -31,6 +31,10 @@ class Job(Namespace):
     environ: dict[str, str]
     forwarded: dict[str, str]
 
+    def changed(self, **settings: Any) -> Job:
+        """Return this job with other settings."""
+        return Job(**vars(self) | settings)
+
     @property
     def command(self) -> list[str]:
         """The script, or ``-m`` and the module, and its arguments."""
@@ -40,6 +44,13 @@ class Job(Namespace):
     def script(self) -> str | None:
         """The file that must exist on each node; ``None`` if there is none to check."""
         return None if self.module or self.no_python else self.training_script
+
+    @property
+    def program(self) -> tuple[str, str]:
+        """The kind and name of the program to compare between nodes, see :mod:`ddp_callbacks.launcher.facts`."""
+        if self.no_python or self.training_script is None:
+            return "any", ""
+        return "module" if self.module else "script", self.training_script
 
     @property
     def shown(self) -> frozenset[int] | None:

@@ -33,10 +33,11 @@ _MODULES = (
 
 SHELL = "/bin/sh"  # one word: it works as a program and as a command line of any login shell
 READY = b"\0ddprun is ready\0"
+UTF8 = "-Xutf8"  # for Python programs of ours: bytes keep their values in texts, whatever the node's language
 # The shell may read ahead, so nothing else is sent before it has printed READY.
 FIRST_LINE = (
     rb"printf '\000ddprun is ready\000\n'; "
-    rb'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -c '
+    rb'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -Xutf8 -c '
     b'"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\n'
 )
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd

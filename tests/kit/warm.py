@@ -295,7 +295,7 @@ def parse(words: list[str]) -> tuple[set[str], list[str], list[str]]:
             filters.append(rest.pop(0))
         elif len(option) > 1 and set(option[1:]) <= set("PBu"):  # spawned processes have -B if their parent has
             flags |= set(option[1:])
-        else:
+        elif option != "-Xutf8":  # so are texts here
             raise CannotImitate(f"the option {option}")
     if len(rest) < (2 if rest and rest[0] in ("-c", "-m") else 1):
         raise CannotImitate("no script")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -34,7 +35,9 @@ from jobs import (
 )
 from kit.machine import Slowness
 
+from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.facts import usable_cores
+from ddp_callbacks.launcher.hosts import NodePlan
 
 ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 
@@ -105,6 +108,49 @@ def test_rank_0_finds_the_end_of_its_input_again_after_a_restart(tmp_path: Path)
     script = "import os, sys\nprint(repr(sys.stdin.read()))\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
     done = ddprun("--max-restarts", "1", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin="once")
     assert (done.returncode, done.stdout) == (0, "'once'\n''\n"), done.stderr
+
+
+CHARMAPS = Path("/usr/share/i18n/charmaps")
+
+
+@pytest.mark.cold
+@pytest.mark.skipif(not CHARMAPS.exists(), reason="needs character sets, of Debian's package locales")
+@pytest.mark.parametrize("where", ["here", "on another machine"])
+def test_messages_keep_their_bytes_where_the_locale_is_not_utf_8(tmp_path: Path, where: str) -> None:
+    compiled = ["localedef", "--no-archive", "-c", "-f", "GBK", "-i", "POSIX", str(tmp_path / "zh.GBK")]
+    subprocess.run(compiled, capture_output=True, timeout=LIMIT)
+    (folder := tmp_path / "\u4e57").mkdir()  # in GBK its second byte is a backslash
+    script = write(folder, "import sys\nprint(sys.flags.utf8_mode)\nraise ValueError('\\u4e57')", "\u4e57.py")
+    locale = {"LOCPATH": str(tmp_path), "LC_ALL": "zh.GBK"}
+    if where == "here":
+        done = ddprun("--nproc-per-node", "1", script, "\u4e57", cwd=folder, **locale)
+    else:
+        rsh = " ".join(["env -u {host}", *(f"{name}={value}" for name, value in locale.items())])
+        done = ddprun("-H", "far:1", "--rsh", rsh, script, "\u4e57", cwd=folder)
+    node = "localhost" if where == "here" else "far"
+    assert (done.returncode, done.stdout) == (1, f"[{node}:0] 0\n"), done.stderr
+    *_, said, log = done.stderr.splitlines()
+    assert said == f"ddprun: rank 0 on {node} failed with exit code 1: ValueError: \u4e57"
+    assert f"{folder}/ddprun-logs" in log
+
+
+def test_an_answer_that_comes_too_late_answers_nothing_else(tmp_path: Path) -> None:
+    async def ask_twice() -> dict[str, object]:
+        plan = NodePlan("here", python=sys.executable, cwd=str(tmp_path), is_here=True)
+        node = Connection(plan, Shared(patience=LIMIT))
+        try:
+            await node.greet()
+            late = f"while ! test -e {tmp_path}/asked; do sleep 0.01; done; echo late"
+            with pytest.raises(NodeProblem, match="no answer within"):
+                await node.ask("output", timeout=0.1, argv=["sh", "-c", late], seconds=LIMIT)
+            asking = asyncio.create_task(node.ask("output", argv=["echo", "in time"], seconds=LIMIT))
+            await asyncio.sleep(0)  # it has asked
+            (tmp_path / "asked").touch()
+            return await asking
+        finally:
+            await node.close(LIMIT)
+
+    assert asyncio.run(ask_twice())["out"] == "in time\n"
 
 
 CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"

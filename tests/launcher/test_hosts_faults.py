@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jobs import ddprun, of_job, on_hosts, write
-from kit.hosts import Host, HostBed
+from kit.hosts import _PATH, Host, HostBed
 from kit.machine import Slowness
 
 pytestmark = on_hosts("faults")
@@ -72,8 +74,8 @@ FAULTS = {
         r"torch is not installed. Run: ssh h7 /usr/bin/python3 -m pip install torch==.*",
     ),
     "h8": (
-        r"file not found: script.py \(working directory .*/empty\)\.",
-        "script",
+        r"file not found: script.py \(working directory .*/empty\)\. Copy it: rsync .*--chdir\.",
+        "folder",
         r"file not found: script.py .*rsync -a --mkpath .* h8:.*",
     ),
     "nowhere": (r"unknown host \(.*\)\. Check the name, or add it to ~/.ssh/config\.", "", ""),
@@ -113,7 +115,8 @@ def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty:
         ),
         pytest.param(
             ["-H", "h1:1,h9:1"],
-            r"h9: cannot connect to 10.83.0.1 port \d+: timed out\. Open the firewall of h1 .*",
+            r"h1: cannot connect to 10.83.0.9 port \d+: timed out\. Open the firewall of h9 for it, .*--unchecked\.\n"
+            r"ddprun: h9: cannot connect to 10.83.0.1 port \d+: timed out\. Open the firewall of h1 .*--master-addr\.",
             id="firewall",
         ),
     ],
@@ -121,11 +124,75 @@ def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty:
 def test_nodes_that_cannot_meet_are_named_before_anything_starts(
     faulty: HostBed, tmp_path: Path, flags: list[str], says: str
 ) -> None:
-    """It names nodes that cannot meet, too."""
+    """It names nodes that differ or cannot meet."""
     done = ddprun(*flags, write(tmp_path, ANYTHING), cwd=tmp_path, host=faulty.hosts[0])
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
     assert not (tmp_path / "ddprun-logs").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+def test_an_older_script_on_a_node_stops_the_start(bed: HostBed, tmp_path: Path, flags: list[str]) -> None:
+    h1, name = bed.hosts[0], "script" if flags else "script.py"
+    (tmp_path / "old").mkdir()
+    write(tmp_path / "old", f"{ANYTHING}  # older")
+    write(tmp_path, ANYTHING)
+    (tmp_path / "hosts").write_text(f"h1:1\nh2:1 chdir={tmp_path}/old\n")
+    done = ddprun("--hostfile", "hosts", *flags, name, cwd=tmp_path, host=h1)
+    what = "module" if flags else "script"
+    copy = f"Copy it: rsync -a --mkpath {tmp_path}/ h2:{tmp_path}/old/"
+    said = f"its {what} is not that of h1. {copy}"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"ddprun: h2: {said}. Or start all the same: --unchecked.\n"
+    if not flags:
+        allowed = ddprun("--unchecked", "--independent", "--hostfile", "hosts", name, cwd=tmp_path, host=h1)
+        assert (allowed.returncode, allowed.stdout) == (0, "[h1:0] started\n")
+        code, found = doctor(h1, "--hostfile", "hosts", name, cwd=tmp_path)
+        bad = [(finding["node"], finding["check"], finding["remedy"]) for finding in found if finding["level"] == "red"]
+        assert (code, bad[0]) == (1, ("h2", "script", said))
+
+
+def test_a_firewall_between_two_other_nodes_stops_the_start(bed: HostBed, tmp_path: Path) -> None:
+    h1, h2, h3 = bed.hosts
+    close_ports(h2, h3)
+    try:
+        done = ddprun("-H", "h1:1,h2:1,h3:1", write(tmp_path, ANYTHING), cwd=tmp_path, host=h1)
+    finally:
+        assert h2.run("nft", "delete", "table", "inet", "t").returncode == 0
+    assert (done.returncode, done.stdout) == (2, "")
+    says = "ddprun: {}: cannot connect to {} port \\d+: timed out\\. Open the firewall of {} for it, .* from {}\\. .*"
+    lines = [(h2.name, h3.address, h3.name, h2.address), (h3.name, h2.address, h2.name, h3.address)]
+    for line, names in zip(done.stderr.splitlines(), lines, strict=True):
+        assert re.fullmatch(says.format(*names), line)
+
+
+WHERE = "import os; print(*(os.environ[name] for name in ('RANK', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
+
+
+def test_the_job_uses_the_network_by_which_ssh_reaches_the_nodes(bed: HostBed, tmp_path: Path) -> None:
+    h1, h2, _ = bed.hosts
+    setup = "ip link add link eth0 name fast0 type macvlan mode bridge && ip addr add 192.168.9.{}/24 dev fast0 && "
+    setup += "ip link set fast0 up && ip route add default via 10.83.0.254"
+    known = h1.home / ".ssh" / "known_hosts"
+    _, of_h2, _ = (before := known.read_text()).splitlines()
+    known.write_text(f"{before}{of_h2.replace(h2.address, '192.168.9.2')}\n")
+    config = str(h2.folder / "sshd_config")
+    sshd = h2.run("sh", "-c", "command -v sshd", environ=h2.environ(PATH=_PATH)).stdout.strip()
+    for number, host in enumerate((h1, h2), start=1):
+        assert host.run("sh", "-c", setup.format(number), environ=host.environ(PATH=_PATH)).returncode == 0
+    server = h2.start(sshd, "-D", "-f", config, "-o", "ListenAddress=192.168.9.2")
+    try:
+        hosts = ["-H", "h1:1,192.168.9.2:1", "--show-ranks", "all", "--no-prefix"]
+        done = ddprun(*hosts, write(tmp_path, WHERE), cwd=tmp_path, host=h1)
+    finally:
+        for pid, line in h2.processes(of_sshd=True).items():
+            if "192.168.9.2" in line:
+                os.kill(pid, signal.SIGKILL)
+        server.wait()
+        known.write_text(before)
+        for host in (h1, h2):
+            host.run("sh", "-c", "ip link del fast0; ip route del default", environ=host.environ(PATH=_PATH))
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 192.168.9.1 fast0" for rank in (0, 1)], done.stderr
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
@@ -148,7 +215,7 @@ def test_the_doctor_finds_good_nodes_good_which_a_plain_command_reaches(
 ) -> None:
     """`ddprun doctor` passes good nodes, and mentions unencrypted traffic."""
     code, found = doctor(None, "-H", "h1,h2,h3", "--rsh", enter, write(tmp_path, ""), cwd=tmp_path)
-    assert code == 0, found
+    assert code == 0, [finding for finding in found if finding["level"] == "red"]
     assert {finding["check"] for finding in found if finding["level"] != "green"} <= {
         "encryption",
         "/dev/shm",

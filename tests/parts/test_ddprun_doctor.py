@@ -15,6 +15,8 @@ from ddp_callbacks.launcher.hosts import NodePlan
 
 GOOD: dict[str, Any] = {
     "python": "3.11.7",
+    "program": "t.py",
+    "same": {"python": "3.11", "torch": "2.13.0", "ddp_callbacks": "1a", "lightning": "2.6.6", "script": "2b"},
     "packages": {"torch": "2.13.0+cpu", "ddp_callbacks": "0.1.0", "lightning": "2.6.6"},
     "cores": 8,
     "memory": 16 * GIB,
@@ -27,21 +29,28 @@ GOOD: dict[str, Any] = {
 def findings(**changed: Any) -> list[Finding]:
     """Of three nodes, the third with these facts."""
     facts = {"n1": GOOD, "n2": GOOD, "n3": {**GOOD, **changed}}
-    return judge({NodePlan(name, python="/p/python"): of_node for name, of_node in facts.items()})
+    return judge({NodePlan(name, python="/p/python", cwd="/there"): of_node for name, of_node in facts.items()})
 
 
 def packages(**changed: str | None) -> dict[str, Any]:
+    """With these versions; ``None`` for one that is missing."""
     versions = {**GOOD["packages"], **changed}
-    return {"packages": {name: version for name, version in versions.items() if version is not None}}
+    known = {name: version for name, version in versions.items() if version is not None}
+    return {"packages": known, **unlike(**{name: version or "" for name, version in changed.items()})}
 
 
+def unlike(**changed: str) -> dict[str, Any]:
+    return {"same": {**GOOD["same"], **changed}}
+
+
+COPY = f"Copy it: rsync -a --mkpath {os.getcwd()}/ n3:/there/"
 INSTALL = "Run: ssh n3 /p/python -m pip install"
 THIS = f"{ROOT} (the folder of its repository; no package index has it)"
 SHARED = "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run"
 FAULTS: list[tuple[dict[str, Any], str, Any, str, str]] = [
     (
         packages(torch="2.12.0"),
-        *("torch", "red", "2.12.0", f"torch 2.12.0, but 2.13.0+cpu on the others. {INSTALL} torch==2.13.0"),
+        *("torch", "red", "2.12.0", f"torch 2.12.0, but 2.13.0 on n1. {INSTALL} torch==2.13.0"),
     ),
     (packages(torch=None), "torch", "red", "missing", f"torch is not installed. {INSTALL} torch==2.13.0"),
     (
@@ -49,8 +58,13 @@ FAULTS: list[tuple[dict[str, Any], str, Any, str, str]] = [
         *("ddp_callbacks", "red", "missing", f"ddp_callbacks is not installed. {INSTALL} {THIS}"),
     ),
     (
-        {"python": "3.12.1"},
-        *("python", "amber", "3.12.1", "Python 3.12.1, but 3.11 on the others. Choose another with --python"),
+        {"python": "3.12.1", **unlike(python="3.12")},
+        *("python", "red", "3.12.1", "python 3.12, but 3.11 on n1. Choose another with --python"),
+    ),
+    (unlike(script="2c"), "script", "red", "t.py", f"its script is not that of n1. {COPY}"),
+    (
+        unlike(ddp_callbacks="1b"),
+        *("ddp_callbacks", "red", "0.1.0", f"its ddp_callbacks is not that of n1. {INSTALL} {THIS}"),
     ),
     (
         {"free_memory": GIB // 2},
@@ -67,6 +81,10 @@ def test_each_fault_is_named_with_what_mends_it(
 ) -> None:
     bad = [finding for finding in findings(**changed) if finding.level != "green"]
     assert bad == [Finding("n3", check, level, text, remedy)]
+
+
+def test_without_any_node_that_was_reached_there_is_nothing_to_judge() -> None:
+    assert judge({}) == []
 
 
 def test_a_node_without_gpus_among_others_is_red() -> None:

@@ -49,7 +49,7 @@ def _write_failures(path: str, log: int) -> None:
             return
         written.append(exception)
         began = time.monotonic()  # before imports, which take time: the rank that failed first is the cause
-        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
+        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
             file.write(_record(exception, began))  # fails if the node's program is gone
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:

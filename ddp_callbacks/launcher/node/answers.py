@@ -15,11 +15,11 @@ class Refusal(Exception):
 
 
 def describe() -> dict[str, Any]:
-    """Describe this node: its ``machine``, and the ``address`` that ssh reached (``None`` without ssh)."""
+    """Describe this node: its ``machine``, and the ``ends`` of ssh's connection to it: addresses there and here."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     with open("/proc/sys/kernel/random/boot_id") as file:
         machine = [file.read().strip(), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
-    return {"machine": machine, "address": connection[2] if len(connection) == 4 else None}
+    return {"machine": machine, "ends": connection[2::-2] if len(connection) == 4 else [None, None]}
 
 
 def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _reach(seconds: float, where: tuple[str, int]) -> tuple[str, str]:
         with socket.create_connection((address, port), timeout=seconds) as connection:
             return connection.getsockname()[0], ""
     except OSError as error:
-        return "", f"cannot connect to {address} port {port}: {error.strerror or error}"
+        return "", error.strerror or str(error)
 
 
 ANSWERS = {function.__name__: function for function in (enter, output, reach)}

@@ -64,7 +64,7 @@ class Node:
         self._input: int | None = None  # rank 0's standard input
         self._unread: bytes | None = b""  # data for it; None: no more will come
         self._leaves = False  # whether this program ends with the ranks
-        self._halts = False  # whether the launcher will start other ranks next
+        self._halt: int | None = None  # the number of the question that waits until other ranks can be started
 
     def serve(self) -> None:
         self._hear()  # data that was read ahead with this program
@@ -74,7 +74,7 @@ class Node:
             self._reap()
             for rank in self._stopped.kill(self._ranks):
                 self._link.tell("wrote", rank=rank, stream="e", data=_KILLED)
-            if self._halts and not self._leaves and self._ending.is_quiet():
+            if self._halt is not None and not self._leaves and self._ending.is_quiet():
                 self._get_ready()
         self._end_store()
         for descriptor in list(self._streams):
@@ -96,6 +96,11 @@ class Node:
         self._listener = hold_port(address, port)
         own, held, *_ = self._listener.getsockname()
         return {"address": own, "port": held}
+
+    def do_release(self) -> None:
+        """Give up the port that :meth:`do_listen` holds."""
+        if self._listener is not None:
+            self._listener.close()
 
     def do_start(
         self,
@@ -163,7 +168,7 @@ class Node:
 
     def do_halt(self, seconds: float) -> None:
         """End the ranks. The answer comes once they have ended, and others can be started."""
-        self._halts = True
+        self._halt = self._question
         self._ending.end(seconds)
 
     def do_beat(self) -> None:
@@ -255,19 +260,17 @@ class Node:
             self._store.kill()
             self._store.wait()
             self._store = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self.do_release()
 
     def _get_ready(self) -> None:
         """Forget the ended ranks, and tell the launcher that others can be started."""
         self._end_store()
         os.close(self._news)
         self._news = memory_file("news")
-        self._halts = False
         self._ending.reset()
         self._close_input()
-        self._link.tell("answer")
+        self._link.tell("answer", number=self._halt)
+        self._halt = None
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -276,8 +279,7 @@ class Node:
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
-            is_output = descriptor in (1, self._input)
-            poll.register(descriptor, select.POLLOUT if is_output else select.POLLIN)
+            poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
         came = [descriptor for descriptor, _ in poll.poll((_TICK if self._ending.is_busy else _LOOK) * 1000)]
         if 0 not in came and self._link.is_silent:
             self._link.close()
@@ -309,13 +311,13 @@ class Node:
 
     def _hear(self) -> None:
         for message in self._link.messages():
-            do = message.pop("do")
+            do, self._question = message.pop("do"), message.pop("number", None)
             try:
                 answer = (ANSWERS.get(do) or getattr(self, f"do_{do}"))(**message)
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._link.tell("answer", **answer)
+                self._link.tell("answer", number=self._question, **answer)
 
     def _lose_launcher(self, grace: float) -> None:
         self._leaves = True
