@@ -50,6 +50,12 @@ _LAUNCHERS = (
     _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
     _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
     _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    _Launcher(  # Submitit on this machine
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_LOCALID",
+        nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
+    ),
 )
 # Variables that show that a launcher has started this process, and the names of the variables with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
@@ -57,6 +63,12 @@ _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.ra
     "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
 }
+# Variables of platforms that start the script once on each of several nodes, with what they hold then.
+_PLATFORMS = {
+    "PET_NNODES": r"(?!1(:1)?$).+",  # Kubeflow, for torchrun
+    "SM_HOSTS": r".*,.*",  # SageMaker
+}
+_UNREAD = ("PE_HOSTFILE", "OAR_NODEFILE")  # files with the hosts of a job: Grid Engine's, OAR's
 _JOBS = (
     ("PMIX_NAMESPACE",),
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -64,6 +76,7 @@ _JOBS = (
     ("FLUX_JOB_ID",),
     ("PBS_JOBID",),
     ("LSB_JOBID",),
+    ("SUBMITIT_LOCAL_JOB_ID",),
 )
 _SAY_WHERE = (
     "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
@@ -83,7 +96,7 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the variables of MPI, Slurm, PALS, Flux or LSF.
+    """Read the variables of MPI, Slurm, PALS, Flux, LSF or Submitit.
 
     Returns:
         The arguments of :class:`ddp_callbacks.environment.WorkerEnv`; none for a single process.
@@ -95,11 +108,12 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
         if launcher.has_started(environ):
             return _read(launcher, environ)
     if name := unknown_launcher(environ):
+        example = f" (RANK=${name})" if name in _RANKS else ""
         raise ConfigurationError(
             f"{name}={environ[name]} means that a launcher started this process as one of several, but not how "
-            "they meet, so each would train alone. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT for each process: let the launcher start a shell script that exports them "
-            f"(RANK=${name}) and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
+            "they meet, so each would train alone. Start it by torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each process: let the launcher start a shell script that exports them"
+            f"{example} and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
         )
     return {}
 
@@ -115,10 +129,17 @@ def number_on_host(environ: Mapping[str, str]) -> int | None:
 
 
 def unknown_launcher(environ: Mapping[str, str]) -> str:
-    """Return the rank variable of a launcher whose other variables are missing or unknown; empty if there is none."""
+    """Return a variable of a launcher of several processes that lacks the others, or is unknown; empty if none."""
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
         return ""
-    return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
+    found = [name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1]
+    found += [name for name, several in _PLATFORMS.items() if re.fullmatch(several, environ.get(name, ""))]
+    return next(iter(found), "")
+
+
+def is_shell_of_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process runs in the terminal of ``srun --pty bash``: a shell, though it counts as a task."""
+    return "SLURM_PTY_PORT" in environ and any(map(os.isatty, (0, 1, 2)))
 
 
 def _read(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -191,18 +212,38 @@ def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
 
     The job requests them as ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
     """
-    try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    except OSError as error:
-        raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
-    counts = Counter(line for line in lines if line)
+    counts = Counter(_lines(path, "PBS_NODEFILE"))
     if not counts:
         raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
     said = set(counts.values()) != {1}  # counts of 1 everywhere may be the default: the node then decides
     return [(name, count if said else None) for name, count in counts.items()]
 
 
+def refuse_unread_job(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError in a job on several hosts of a scheduler that :func:`hosts_of_job` does not know."""
+    for name in _UNREAD:
+        if path := environ.get(name):
+            hosts = dict.fromkeys(line.split()[0] for line in _lines(path, name))
+            if len(hosts) > 1:
+                raise ConfigurationError(
+                    f"{name}={path}: ddprun does not read the jobs of this scheduler, and would start here alone. Name "
+                    f"the job's hosts: -H {','.join(hosts)}; and what reaches them, if it is not ssh: --rsh"
+                )
+
+
+def _lines(path: str, name: str) -> list[str]:
+    try:
+        return [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigurationError(f"{name}={path!r} cannot be read: {error}.") from error
+
+
 def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    if (number(environ, "SLURM_HET_SIZE") or 1) > 1:
+        raise ConfigurationError(
+            f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}: ddprun starts in no heterogeneous job. Start the script "
+            "on all components: srun --het-group=0,1 python train.py; or name the hosts with -H, if ssh reaches them."
+        )
     names = _expand(nodes)
     tasks = environ.get("SLURM_TASKS_PER_NODE") if environ.get("SLURM_NTASKS") else None
     if not tasks:
@@ -233,6 +274,18 @@ def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[in
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         found[:] = _counts(cpus, "SLURM_JOB_CPUS_PER_NODE")
     return found if len(found) == hosts else [None] * hosts
+
+
+def gpus_of_step(tasks: str, environ: Mapping[str, str]) -> str:
+    """Return how many GPUs a step on a node must ask Slurm for, to have all of the job's; empty if it has them unasked.
+
+    Args:
+        tasks: The number of the job's tasks there; empty if unknown.
+    """
+    each = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # a100:2
+    if each.isdigit() and tasks:
+        return str(int(each) * int(tasks))
+    return environ.get("SLURM_GPUS_ON_NODE", "") if "SLURM_GPUS" in environ else ""
 
 
 def _expand(nodes: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
-from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, command_to, explain, opening
+from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, command_to, environ_to, explain, opening
 
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
@@ -106,12 +106,12 @@ class Connection(asyncio.SubprocessProtocol):
             self.stdin = next(iter(inherited), None)
             # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
             self._process, _ = await loop.subprocess_exec(
-                lambda: self, *words, start_new_session=True, pass_fds=inherited
+                lambda: self, *words, start_new_session=True, pass_fds=inherited, env=environ_to(self.plan)
             )
         self._heard = loop.time()
         self._write(FIRST_LINE)
         await self._answer()
-        self._write(opening(self.plan.python))
+        self._write(opening(self.plan))
 
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
         """Send a message; return the node's answer.
@@ -130,7 +130,8 @@ class Connection(asyncio.SubprocessProtocol):
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
-            remedy = f". Does its login shell wait for something? Try: {self.plan.shell}true"
+            waits = "--setup" if self.plan.setup else "its login shell"
+            remedy = f". Does {waits} wait for something? Try: {self.plan.shell}true"
             raise NodeProblem(f"no answer within {seconds:g} s{remedy}") from None
         finally:
             self._asks = False
@@ -188,9 +189,8 @@ class Connection(asyncio.SubprocessProtocol):
         words = plan.words(plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(plan.cores or 0))
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
-            needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
-            raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
+            raise NodeProblem(f"needs Python 3.11 or newer: {error or 'exit code ' + str(said['code'])}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
 
     async def listen(self, address: str, port: int) -> int:
@@ -251,10 +251,12 @@ class Connection(asyncio.SubprocessProtocol):
             return f"the connection was lost{f' ({said[-1]})' if said else ''}"
         if not self._reached:
             return explain(self.plan, code, said)
+        last = said[-1] if said else "no output"
+        if self.plan.setup:
+            return f"--setup {self.plan.setup!r} or Python failed (exit code {code}): {last}"
         if code in (126, 127):
             where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
-        last = said[-1] if said else "no output"
         return f"the interpreter {self.plan.python} failed to start (exit code {code}): {last}"
 
     def _write(self, data: bytes) -> None:

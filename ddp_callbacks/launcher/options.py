@@ -22,7 +22,7 @@ from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, hosts_of_job, output_of
+from ddp_callbacks.schedulers import cores_of_job, gpus_of_step, hosts_of_job, output_of, refuse_unread_job
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -39,7 +39,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
-_SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "{host}")
+_SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "--gpus-per-node={gpus}", "-N1", "-n1", "-w", "{host}")
 _PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may have, too
 
 
@@ -154,16 +154,16 @@ def nodes_of(
     is_named = job.hosts is not None or job.hostfile is not None
     if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
         job.rsh = ["srun"]
-    rsh = _rsh(job.rsh)
+    rsh, here = _rsh(job.rsh), working_directory(environ)
     return tuple(
         replace(
             host,
             processes=job.nproc_per_node or host.processes,
             python=host.python or job.python or sys.executable,
-            cwd=host.cwd or job.chdir or working_directory(environ),
+            cwd=os.path.join(here, folder) if (folder := host.cwd or job.chdir) else here,
             rank=rank,
             is_here=is_here(host.host),
-            rsh=None if rsh is None else tuple(word.replace("{host}", host.host) for word in rsh),
+            rsh=None if rsh is None else _filled(rsh, host, environ),
             setup=job.setup,
         )
         for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
@@ -176,6 +176,7 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
         return parse_hosts(job.hosts)
     if job.hostfile is not None:
         return read_hostfile(job.hostfile)
+    refuse_unread_job(environ)
     found = hosts_of_job(environ)
     cores = cores_of_job(len(found), environ)
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
@@ -202,6 +203,12 @@ def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     if words == ["srun"]:
         return _srun()
     return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
+
+
+def _filled(rsh: Sequence[str], host: NodePlan, environ: Mapping[str, str]) -> tuple[str, ...]:
+    gpus = gpus_of_step(host.processes, environ)
+    words = [word for word in rsh if gpus or "{gpus}" not in word]
+    return tuple(word.replace("{host}", host.host).replace("{gpus}", gpus) for word in words)
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence[NodePlan]) -> dict[str, str]:

@@ -55,14 +55,13 @@ class Output:
     often as the rank has written it. If only one rank is shown, its unfinished lines are shown at once.
 
     Args:
-        folder: Folder of the files; created here.
+        folder: Folder of the files.
         shown: The ranks for the terminal, ``None`` for all.
         prefix: Whether a line begins with ``[node:rank]``.
         terminal: Receives the lines.
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
         self.folder = folder
         self._chosen, self._shown = shown or frozenset(), shown
         self._prefix = prefix

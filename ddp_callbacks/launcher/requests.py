@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from ddp_callbacks.environment import host_identity
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.node.processes import handled_by
 
 HOSTS = "join"  # a file with the nodes that are to join
 JOINED, STACKS = "join.txt", "stacks.txt"  # the answers
+_JOB = "job.txt"  # a file with the name of the job's machine, and which process there runs the job
+
+
+def new_folder(parent: Path) -> Path:
+    """Create the folder of this job's logs, which only this user may read; no other job has it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
+    (folder / _JOB).write_text(f"{socket.gethostname()}\n{_identity(os.getpid())}\n")
+    return folder
+
+
+def _identity(pid: int) -> str:
+    """Return what tells a process from each other one, of any machine or time; empty if it has ended."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return f"{host_identity()} {pid} {file.read().rpartition(')')[2].split()[19]}"  # when it started
+    return ""
+
+
+def _pid(process: str) -> int:
+    return int(process.split()[-2])
+
+
+def _is_running(process: str) -> bool:
+    """Whether this very process still runs, and takes requests."""
+    pid = _pid(process)
+    return _identity(pid) == process and signal.SIGQUIT in (handled_by(pid) or ())
 
 
 def ask(job: str | None, answer: str, seconds: float, **request: str) -> str:
@@ -27,28 +56,31 @@ def ask(job: str | None, answer: str, seconds: float, **request: str) -> str:
             for such an answer.
     """
     folder = _folder(job)
-    number = folder.name.rpartition("-")[2]
-    pid = int(number) if number.isdecimal() else 0
-    if signal.SIGQUIT not in (handled_by(pid) or ()):
-        raise ConfigurationError(f"the job of {folder} does not run on this machine.")
+    try:
+        host, process = (folder / _JOB).read_text().splitlines()
+    except (OSError, ValueError):
+        raise ConfigurationError(f"cannot read {folder / _JOB}, which says where the job runs.") from None
+    if not process.startswith(f"{host_identity()} "):
+        raise ConfigurationError(f"the job of {folder} runs on {host}, or has ended: type this command there.")
     for name, text in request.items():
         _request(folder / name, text)
     try:
-        return _ask(pid, folder / answer, seconds)
+        return _ask(process, folder / answer, seconds)
     finally:
         for name in request:
             (folder / name).unlink(missing_ok=True)
 
 
-def _ask(pid: int, answer: Path, seconds: float) -> str:
+def _ask(process: str, answer: Path, seconds: float) -> str:
     answer.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGQUIT)
     end = time.monotonic() + seconds
+    if _is_running(process):
+        os.kill(_pid(process), signal.SIGQUIT)
     while not answer.exists():
+        if not _is_running(process):
+            raise ConfigurationError(f"the job of {answer.parent} has ended.")
         if time.monotonic() > end:
             raise ConfigurationError(f"the job of {answer.parent} does not answer.")
-        if handled_by(pid) is None:
-            raise ConfigurationError(f"the job of {answer.parent} has ended.")
         time.sleep(0.05)
     return answer.read_text()
 
@@ -81,6 +113,6 @@ def _folder(job: str | None) -> Path:
     found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
     if not found or not found[-1].is_dir():
         raise ConfigurationError(
-            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME-PID."
+            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME-NAME."
         )
     return found[-1].resolve()

@@ -16,6 +16,7 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.requests import new_folder
 from ddp_callbacks.launcher.watch import Watch
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
@@ -77,12 +78,12 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
 
 def _output(launch: Launch) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-    folder = Path(launch.job.log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    parent = Path(launch.job.log_dir).absolute()
     try:
-        return Output(folder, launch.job.shown, not launch.job.no_prefix, terminal)
+        return Output(new_folder(parent), launch.job.shown, not launch.job.no_prefix, terminal)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot create {folder}: {error.strerror}. Choose another place with --log-dir."
+            f"cannot write in {parent}: {error.strerror}. Choose another place with --log-dir."
         ) from None
 
 
