@@ -276,16 +276,16 @@ def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[in
     return found if len(found) == hosts else [None] * hosts
 
 
-def gpus_of_step(tasks: str, environ: Mapping[str, str]) -> str:
-    """Return how many GPUs a step on a node must ask Slurm for, to have all of the job's; empty if it has them unasked.
-
-    Args:
-        tasks: The number of the job's tasks there; empty if unknown.
-    """
-    each = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # a100:2
-    if each.isdigit() and tasks:
-        return str(int(each) * int(tasks))
-    return environ.get("SLURM_GPUS_ON_NODE", "") if "SLURM_GPUS" in environ else ""
+def gpus_of_job(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return for each host the GPUs of the Slurm job that a step there must ask for; none if it has them unasked."""
+    if not {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"} & environ.keys():
+        return {}
+    said, _ = output_of("scontrol", "show", "job", "-d", environ["SLURM_JOB_ID"])
+    found = {}
+    for nodes, resources in re.findall(r"^ *Nodes=(\S+) .*GRES=(\S*)", said, re.M):
+        count = sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)\(", resources)))  # gpu:a100:2(IDX:0-1)
+        found |= dict.fromkeys(_expand(nodes), count)
+    return found
 
 
 def _expand(nodes: str) -> list[str]:

@@ -253,7 +253,8 @@ class Connection(asyncio.SubprocessProtocol):
             return explain(self.plan, code, said)
         last = said[-1] if said else "no output"
         if self.plan.setup:
-            return f"--setup {self.plan.setup!r} or Python failed (exit code {code}): {last}"
+            remedy = ". Begin with: source CONDA/etc/profile.d/conda.sh" if "conda: command not found" in last else ""
+            return f"--setup {self.plan.setup!r} or Python failed (exit code {code}): {last}{remedy}"
         if code in (126, 127):
             where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"

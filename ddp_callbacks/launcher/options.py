@@ -22,7 +22,7 @@ from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, gpus_of_step, hosts_of_job, output_of, refuse_unread_job
+from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of, refuse_unread_job
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -155,6 +155,7 @@ def nodes_of(
     if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
         job.rsh = ["srun"]
     rsh, here = _rsh(job.rsh), working_directory(environ)
+    gpus = gpus_of_job(environ) if job.rsh == ["srun"] else {}
     return tuple(
         replace(
             host,
@@ -163,7 +164,7 @@ def nodes_of(
             cwd=os.path.join(here, folder) if (folder := host.cwd or job.chdir) else here,
             rank=rank,
             is_here=is_here(host.host),
-            rsh=None if rsh is None else _filled(rsh, host, environ),
+            rsh=None if rsh is None else _filled(rsh, host.host, gpus),
             setup=job.setup,
         )
         for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
@@ -205,10 +206,9 @@ def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
 
 
-def _filled(rsh: Sequence[str], host: NodePlan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    gpus = gpus_of_step(host.processes, environ)
-    words = [word for word in rsh if gpus or "{gpus}" not in word]
-    return tuple(word.replace("{host}", host.host).replace("{gpus}", gpus) for word in words)
+def _filled(rsh: Sequence[str], host: str, gpus: Mapping[str, int]) -> tuple[str, ...]:
+    words = [word for word in rsh if host in gpus or "{gpus}" not in word]
+    return tuple(word.replace("{host}", host).replace("{gpus}", str(gpus.get(host))) for word in words)
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence[NodePlan]) -> dict[str, str]:

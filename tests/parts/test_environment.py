@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # 
 SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
 PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "99.pbs"}
 FLUX = variables("FLUX", TASK_RANK="5", JOB_SIZE="8", TASK_LOCAL_ID="1", JOB_NNODES="1", JOB_ID="42.0")
+SUBMITIT = variables("SUBMITIT_LOCAL", GLOBALID="1", NTASKS="2", LOCALID="1", JOB_NUM_NODES="1", JOB_ID="42.0")
 # CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
 PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
 
@@ -76,6 +78,7 @@ LAUNCHED: list[tuple[dict[str, str], WorkerEnv]] = [
         WorkerEnv(1, 2, 1, "127.0.0.1", 29500),
     ),
     (FLUX, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
+    (SUBMITIT, WorkerEnv(1, 2, 1, "127.0.0.1", PORT_SLURM)),
     ({"PMI_RANK": "0", "PMI_SIZE": "1"}, WorkerEnv()),
     (
         {"PMIX_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
@@ -112,6 +115,23 @@ def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ:
     for part in (f"{name}={value} means", f"RANK=${name}", "single process: RANK=0 WORLD_SIZE=1"):
         assert part in str(caught.value)
     assert worker_env(environ={**environ, "RANK": "0", "WORLD_SIZE": "1"}) == WorkerEnv()
+
+
+@pytest.mark.parametrize(
+    ("name", "several", "one"),
+    [
+        ("PET_NNODES", ["2", "1:4"], ["1", "1:1", ""]),
+        ("SM_HOSTS", ['["algo-1","algo-2"]'], ['["algo-1"]']),
+    ],
+)
+def test_nodes_of_a_platform_do_not_train_alone_in_silence(name: str, several: list[str], one: list[str]) -> None:
+    """Nodes of Kubeflow or SageMaker never train alone."""
+    for value in several:
+        with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(value)} means .* Start it by torchrun, or"):
+            worker_env(environ={name: value})
+        assert worker_env(environ={name: value, **TORCHRUN}).world_size == 8
+    for value in one:
+        assert worker_env(environ={name: value}) == WorkerEnv()
 
 
 # Whether the processes are on several hosts, and how many are on this one.
