@@ -50,25 +50,21 @@ _LAUNCHERS = (
     _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
     _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
     _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
-    _Launcher(  # Submitit on this machine
-        "SUBMITIT_LOCAL_GLOBALID",
-        "SUBMITIT_LOCAL_NTASKS",
-        "SUBMITIT_LOCAL_LOCALID",
-        nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
-    ),
 )
 # Variables that show that a launcher has started this process, and the names of the variables with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
     "PMIX_RANK": "",
     "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
+    "SUBMITIT_LOCAL_GLOBALID": "SUBMITIT_LOCAL_NTASKS",
 }
 # Variables of platforms that start the script once on each of several nodes, with what they hold then.
 _PLATFORMS = {
     "PET_NNODES": r"(?!1(:1)?$).+",  # Kubeflow, for torchrun
     "SM_HOSTS": r".*,.*",  # SageMaker
 }
-_UNREAD = ("PE_HOSTFILE", "OAR_NODEFILE")  # files with the hosts of a job: Grid Engine's, OAR's
+_NODE_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "OAR_NODEFILE")  # PBS's, Grid Engine's, OAR's
+# What names a job, the most special first.
 _JOBS = (
     ("PMIX_NAMESPACE",),
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -76,7 +72,6 @@ _JOBS = (
     ("FLUX_JOB_ID",),
     ("PBS_JOBID",),
     ("LSB_JOBID",),
-    ("SUBMITIT_LOCAL_JOB_ID",),
 )
 _SAY_WHERE = (
     "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
@@ -96,7 +91,7 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the variables of MPI, Slurm, PALS, Flux, LSF or Submitit.
+    """Read the variables of MPI, Slurm, PALS, Flux or LSF.
 
     Returns:
         The arguments of :class:`ddp_callbacks.environment.WorkerEnv`; none for a single process.
@@ -198,8 +193,9 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
     Raises:
         ConfigurationError: The variables of the job cannot be read.
     """
-    if path := environ.get("PBS_NODEFILE"):
-        return _hosts_of_pbs(path)
+    for name in _NODE_FILES:
+        if path := environ.get(name):
+            return _hosts_of_file(name, path)
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return _hosts_of_slurm(nodes, environ)
     if pairs := environ.get("LSB_MCPU_HOSTS"):
@@ -207,35 +203,22 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
     return []
 
 
-def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
-    """Count the lines per host in the node file, which has one line for each process that the job requested there.
+def _hosts_of_file(name: str, path: str) -> list[tuple[str, int | None]]:
+    """Count the lines per host in a node file. PBS's has one line for each process that the job requested there.
 
     The job requests them as ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
     """
-    counts = Counter(_lines(path, "PBS_NODEFILE"))
-    if not counts:
-        raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
-    said = set(counts.values()) != {1}  # counts of 1 everywhere may be the default: the node then decides
-    return [(name, count if said else None) for name, count in counts.items()]
-
-
-def refuse_unread_job(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError in a job on several hosts of a scheduler that :func:`hosts_of_job` does not know."""
-    for name in _UNREAD:
-        if path := environ.get(name):
-            hosts = dict.fromkeys(line.split()[0] for line in _lines(path, name))
-            if len(hosts) > 1:
-                raise ConfigurationError(
-                    f"{name}={path}: ddprun does not read the jobs of this scheduler, and would start here alone. Name "
-                    f"the job's hosts: -H {','.join(hosts)}; and what reaches them, if it is not ssh: --rsh"
-                )
-
-
-def _lines(path: str, name: str) -> list[str]:
     try:
-        return [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+        counts = Counter(line.split()[0] for line in Path(path).read_text().splitlines() if line.strip())
     except OSError as error:
         raise ConfigurationError(f"{name}={path!r} cannot be read: {error}.") from error
+    if not counts:
+        raise ConfigurationError(f"{name}={path!r} names no host.")
+    if name != "PBS_NODEFILE" and len(counts) > 1:
+        hosts = ",".join(counts)
+        raise ConfigurationError(f"{name}={path!r}: this scheduler's jobs are not read. With ddprun, write -H {hosts}.")
+    said = set(counts.values()) != {1}  # counts of 1 everywhere may be the default: the node then decides
+    return [(host, count if said else None) for host, count in counts.items() if name == "PBS_NODEFILE"]
 
 
 def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, int | None]]:

@@ -22,7 +22,7 @@ from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of, refuse_unread_job
+from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -177,7 +177,6 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
         return parse_hosts(job.hosts)
     if job.hostfile is not None:
         return read_hostfile(job.hostfile)
-    refuse_unread_job(environ)
     found = hosts_of_job(environ)
     cores = cores_of_job(len(found), environ)
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
@@ -186,7 +185,7 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
 def _srun() -> tuple[str, ...]:
     """Return the srun command that starts a process on a node beside others, with all cores of the job there."""
     said, _ = output_of("srun", "--help")
-    return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
+    return ("srun", *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 
 def _rsh(words: list[str] | None) -> tuple[str, ...] | None:

@@ -16,7 +16,7 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.requests import new_folder
+from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
@@ -69,10 +69,12 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        reader = asyncio.create_task(launch.pass_on_input())
+        taken = take_requests(output.folder, launch.take_request)
+        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
         with closing(output):
             code = await Watch(launch, output).run()
-        reader.cancel()
+        for reader in readers:
+            reader.cancel()
         return launch, code
 
 

@@ -226,7 +226,9 @@ def test_jobs_of_schedulers_that_are_not_read_do_not_start_on_one_host(tmp_path:
     """In a job of Grid Engine or OAR `ddprun` asks for the hosts."""
     nodes = tmp_path / "nodes"
     nodes.write_text(UNREAD[name])
-    with pytest.raises(ConfigurationError, match=rf"^{name}=.*: ddprun does not read .*: -H n1.cluster,n2.cluster; "):
+    with pytest.raises(
+        ConfigurationError, match=rf"^{name}=.*: this scheduler's jobs are not read\. .* -H n1.cluster,n2.cluster\."
+    ):
         plan("t.py", environ={name: str(nodes)})
     assert len(plan("-H", "a,b", "t.py", environ={name: str(nodes)}).nodes) == 2
     nodes.write_text(UNREAD[name].partition("\n")[0])

@@ -56,7 +56,6 @@ ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # 
 SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
 PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "99.pbs"}
 FLUX = variables("FLUX", TASK_RANK="5", JOB_SIZE="8", TASK_LOCAL_ID="1", JOB_NNODES="1", JOB_ID="42.0")
-SUBMITIT = variables("SUBMITIT_LOCAL", GLOBALID="1", NTASKS="2", LOCALID="1", JOB_NUM_NODES="1", JOB_ID="42.0")
 # CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
 PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
 
@@ -78,7 +77,6 @@ LAUNCHED: list[tuple[dict[str, str], WorkerEnv]] = [
         WorkerEnv(1, 2, 1, "127.0.0.1", 29500),
     ),
     (FLUX, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
-    (SUBMITIT, WorkerEnv(1, 2, 1, "127.0.0.1", PORT_SLURM)),
     ({"PMI_RANK": "0", "PMI_SIZE": "1"}, WorkerEnv()),
     (
         {"PMIX_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
@@ -105,6 +103,7 @@ def test_the_variables_of_mpi_and_slurm_give_the_place_in_the_world(
         {"FLUX_TASK_RANK": "1"},
         {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"},
     ],
 )
 def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ: dict[str, str]) -> None:
