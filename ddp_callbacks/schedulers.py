@@ -58,11 +58,8 @@ _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.ra
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
     "SUBMITIT_LOCAL_GLOBALID": "SUBMITIT_LOCAL_NTASKS",
 }
-# Variables of platforms that start the script once on each of several nodes, with what they hold then.
-_PLATFORMS = {
-    "PET_NNODES": r"(?!1(:1)?$).+",  # Kubeflow, for torchrun
-    "SM_HOSTS": r".*,.*",  # SageMaker
-}
+# Variables of platforms that start the script once on each node (Kubeflow, SageMaker), and what they hold for one node.
+_PLATFORMS = {"PET_NNODES": "|1|1:1", "SM_HOSTS": "[^,]*"}
 _NODE_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "OAR_NODEFILE")  # PBS's, Grid Engine's, OAR's
 # What names a job, the most special first.
 _JOBS = (
@@ -128,7 +125,7 @@ def unknown_launcher(environ: Mapping[str, str]) -> str:
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
         return ""
     found = [name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1]
-    found += [name for name, several in _PLATFORMS.items() if re.fullmatch(several, environ.get(name, ""))]
+    found += [name for name, one in _PLATFORMS.items() if not re.fullmatch(one, environ.get(name, ""))]
     return next(iter(found), "")
 
 

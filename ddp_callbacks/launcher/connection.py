@@ -8,8 +8,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,19 +27,6 @@ _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _LAST_WORDS = 0.1  # seconds to read the last messages of that command
 _MANY = 100  # waiting events of a node; beyond that, its writes wait
 _TAIL = 1 << 16  # bytes to keep of the error output of ssh or the shell
-
-
-@contextmanager
-def _standard_input(is_here: bool) -> Iterator[tuple[int, ...]]:
-    """A descriptor of standard input for the program of this machine to inherit; none of a terminal, or if closed."""
-    if not is_here or sys.stdin is None or os.isatty(0):
-        yield ()
-        return
-    descriptor = os.dup(0)
-    try:
-        yield (descriptor,)
-    finally:
-        os.close(descriptor)
 
 
 class NodeProblem(Exception):
@@ -102,12 +88,15 @@ class Connection(asyncio.SubprocessProtocol):
         self._reached = False  # whether the shell there is ready
         loop = asyncio.get_running_loop()
         words = [*_DEAF, *command_to(self.plan, self._shared.patience)]
-        with _standard_input(self.plan.is_here) as inherited:
-            self.stdin = next(iter(inherited), None)
-            # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-            self._process, _ = await loop.subprocess_exec(
-                lambda: self, *words, start_new_session=True, pass_fds=inherited, env=environ_to(self.plan)
-            )
+        # For the program of this machine; a terminal's input is passed on, and a closed one has no descriptor.
+        inherited = [] if not self.plan.is_here or sys.stdin is None or os.isatty(0) else [os.dup(0)]
+        self.stdin = next(iter(inherited), None)
+        # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
+        self._process, _ = await loop.subprocess_exec(
+            lambda: self, *words, start_new_session=True, pass_fds=inherited, env=environ_to(self.plan)
+        )
+        for descriptor in inherited:
+            os.close(descriptor)
         self._heard = loop.time()
         self._write(FIRST_LINE)
         await self._answer()

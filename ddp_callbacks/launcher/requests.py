@@ -6,7 +6,6 @@ No process id is trusted: the process of that number may be another's, or on ano
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,9 +19,12 @@ _LOOK = 0.25  # seconds between two looks for a request
 
 
 def new_folder(parent: Path) -> Path:
-    """Create the folder of this job's logs, which only this user may read; no other job has it."""
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
+    """Create the folder of this job's logs, which only this user may read.
+
+    Its name ends with nanoseconds: in containers, jobs of the same second often have the same process id, too.
+    """
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
+    folder.mkdir(parents=True, mode=0o700)
     (folder / _RUNS).touch()
     return folder
 
@@ -99,7 +101,5 @@ def write_answer(path: Path, text: str) -> None:
 def _folder(job: str | None) -> Path:
     found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
     if not found or not found[-1].is_dir():
-        raise ConfigurationError(
-            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME-NAME."
-        )
+        raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
     return found[-1].resolve()

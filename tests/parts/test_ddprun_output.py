@@ -119,6 +119,6 @@ def test_jobs_that_start_in_one_second_have_folders_of_their_own(
 ) -> None:
     """Each job has its own folder of logs."""
     # As in containers, where each ddprun is process 1.
-    monkeypatch.setattr(time, "strftime", lambda _: "20261127-010101-")
+    monkeypatch.setattr(time, "strftime", lambda _: "20261127-010101")
     folders = [new_folder(tmp_path / "logs") for _ in range(6)]
     assert len(set(folders)) == 6 and {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
