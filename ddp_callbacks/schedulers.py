@@ -8,6 +8,7 @@ import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _TIMEOUT = 30.0  # seconds for a command of a scheduler
 
 
 @dataclass(frozen=True)
-class _Launcher:
+class _Names:
     """The names of a launcher's variables; ``local_size`` or ``nodes`` shows whether there are several hosts."""
 
     rank: str
@@ -39,17 +40,12 @@ class _Launcher:
 
 # For Slurm, these are a step's variables: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
 _LAUNCHERS = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes="SLURM_STEP_NUM_NODES"),
-    _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
-    _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
-    _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes="SLURM_STEP_NUM_NODES"),
+    _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
+    _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # PALS
+    _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
 # Variables that show that a launcher has started this process, and the names of the variables with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
@@ -61,15 +57,8 @@ _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.ra
 # Variables of platforms that start the script once on each node (Kubeflow, SageMaker), and what they hold for one node.
 _PLATFORMS = {"PET_NNODES": "|1|1:1", "SM_HOSTS": "[^,]*"}
 _NODE_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "OAR_NODEFILE")  # PBS's, Grid Engine's, OAR's
-# What names a job, the most special first.
-_JOBS = (
-    ("PMIX_NAMESPACE",),
-    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ("PALS_APID",),
-    ("FLUX_JOB_ID",),
-    ("PBS_JOBID",),
-    ("LSB_JOBID",),
-)
+# What names a job, most special first.
+_JOBS = ("PMIX_NAMESPACE", "SLURM_JOB_ID SLURM_STEP_ID", "PALS_APID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _SAY_WHERE = (
     "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
     "MASTER_ADDR ADDRESS (MPICH, Intel MPI); export it before srun, flux run or another mpiexec."
@@ -112,12 +101,10 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def number_on_host(environ: Mapping[str, str]) -> int | None:
     """Return the number of processes that the launcher has started on this host; ``None`` if unknown."""
-    for launcher in _LAUNCHERS:
-        if launcher.has_started(environ):
-            if launcher.local_size:
-                return number(environ, launcher.local_size)
-            return number(environ, launcher.size) if launcher.is_on_one_host(environ) else None
-    return None
+    launcher = next((each for each in _LAUNCHERS if each.has_started(environ)), None)
+    if launcher is None or not (launcher.local_size or launcher.is_on_one_host(environ)):
+        return None
+    return number(environ, launcher.local_size or launcher.size)
 
 
 def unknown_launcher(environ: Mapping[str, str]) -> str:
@@ -134,7 +121,7 @@ def is_shell_of_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in environ and any(map(os.isatty, (0, 1, 2)))
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, Any]:
+def _read(launcher: _Names, environ: Mapping[str, str]) -> dict[str, Any]:
     rank, size, local_rank = (
         number(environ, name) or 0 for name in (launcher.rank, launcher.size, launcher.local_rank)
     )
@@ -162,16 +149,14 @@ def _first_host(environ: Mapping[str, str]) -> str:
     if nodes := environ.get("SLURM_STEP_NODELIST"):
         # rack[1-2]n[07,09],other: take the first number of each bracket, up to the first comma outside of brackets
         return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
-    try:
-        hosts = [name for name, _ in hosts_of_job(environ)]
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error} {_SAY_WHERE}") from error
-    return next(iter(hosts), "")
+    with suppress(ConfigurationError):  # the error of the caller says what to do
+        return next((name for name, _ in hosts_of_job(environ)), "")
+    return ""
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
     """Return a port that is the same for all processes of a job, and most likely differs between jobs."""
-    for names in _JOBS:
+    for names in map(str.split, _JOBS):
         if all(environ.get(name) for name in names):
             job = ".".join(environ[name] for name in names)
             return 20000 + zlib.crc32(job.encode()) % 10000  # below the ephemeral ports
@@ -261,7 +246,7 @@ def gpus_of_job(environ: Mapping[str, str]) -> dict[str, int]:
     if not {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"} & environ.keys():
         return {}
     said, _ = output_of("scontrol", "show", "job", "-d", environ["SLURM_JOB_ID"])
-    found = {}
+    found = dict[str, int]()
     for nodes, resources in re.findall(r"^ *Nodes=(\S+) .*GRES=(\S*)", said, re.M):
         count = sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)\(", resources)))  # gpu:a100:2(IDX:0-1)
         found |= dict.fromkeys(_expand(nodes), count)

@@ -119,9 +119,10 @@ class Connection(asyncio.SubprocessProtocol):
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
-            waits = "--setup" if self.plan.setup else "its login shell"
-            remedy = f". Does {waits} wait for something? Try: {self.plan.shell}true"
-            raise NodeProblem(f"no answer within {seconds:g} s{remedy}") from None
+            says = (
+                f"no answer within {seconds:g} s. Does {'--setup' if self.plan.setup else 'its login shell'} wait for"
+            )
+            raise NodeProblem(f"{says} something? Try: {self.plan.shell}true") from None
         finally:
             self._asks = False
         if answer is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.requests import STACKS, end_requests, write_answer
+from ddp_callbacks.launcher.requests import RUNS, STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
@@ -117,7 +117,7 @@ class Output:
                 file.close()
         self._finish_lines()
         self._begin_line()
-        end_requests(self.folder)
+        (self.folder / RUNS).unlink(missing_ok=True)
 
     def _finish_lines(self) -> None:
         for (_, _, stream), lines in self._lines.items():

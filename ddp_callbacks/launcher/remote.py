@@ -31,8 +31,7 @@ READY = b"\0ddprun is ready\0"
 # The shell may read ahead, so nothing else is sent before it has printed READY.
 FIRST_LINE = (
     rb"printf '\000ddprun is ready\000\n'; "
-    rb'IFS= read -r c; c=$(printf "%bx" "$c"); eval "${c%x}"'
-    b"\n"
+    b'IFS= read -r c; c=$(printf "%bx" "$c"); eval "${c%x}"\n'
 )
 _READ = "import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"  # what the interpreter does first
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd
@@ -46,8 +45,8 @@ def opening(plan: NodePlan) -> bytes:
     words, streams = [plan.python, "-I", "-c", _READ], ""
     if plan.setup:  # which must not read the program
         words, streams = plan.words(SHELL, "-c", 'exec "$@" <&3 3<&-', "sh", *words), " 3<&0 </dev/null"
-    libraries = shlex.quote(os.environ.get("LD_LIBRARY_PATH", ""))  # of the interpreter itself
-    export = f"export LD_LIBRARY_PATH={libraries}; " if "LD_LIBRARY_PATH" in os.environ else ""
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # of the interpreter itself
+    export = f"export LD_LIBRARY_PATH={shlex.quote(libraries)}; " if libraries else ""
     command, program = os.fsencode(f"{export}exec {shlex.join(words)}{streams}"), _program()
     return b"%s\n%d\n%s" % ("".join(f"\\0{byte:03o}" for byte in command).encode(), len(program), program)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_callbacks.errors import ConfigurationError
 
 JOINED, STACKS = "join.txt", "stacks.txt"  # the answers
-_RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
+RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
 _LOOK = 0.25  # seconds between two looks for a request
 
 
@@ -25,13 +25,8 @@ def new_folder(parent: Path) -> Path:
     """
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
     folder.mkdir(parents=True, mode=0o700)
-    (folder / _RUNS).touch()
+    (folder / RUNS).touch()
     return folder
-
-
-def end_requests(folder: Path) -> None:
-    """Let commands know that the job has ended."""
-    (folder / _RUNS).unlink(missing_ok=True)
 
 
 async def take_requests(folder: Path, take: Callable[[str], None]) -> None:
@@ -80,7 +75,7 @@ def ask(job: str | None, answer: str, seconds: float, hosts: str = "") -> str:
 def _await_answer(folder: Path, answer: Path, seconds: float) -> str:
     end = time.monotonic() + seconds
     while not answer.exists():
-        if not (folder / _RUNS).exists():
+        if not (folder / RUNS).exists():
             raise ConfigurationError(f"the job of {folder} has ended.")
         if time.monotonic() > end:
             raise ConfigurationError(

@@ -367,7 +367,6 @@ while True: signal.pause()
 
 
 def test_a_request_reaches_no_process_of_another_job(tmp_path: Path) -> None:
-    """`ddprun stacks` signals no process."""
     with subprocess.Popen([*PYTHON, "-c", INNOCENT], stdout=subprocess.PIPE, text=True) as innocent:
         assert innocent.stdout is not None
         folder = tmp_path / "ddprun-logs" / f"20261127-010101-{innocent.stdout.readline().strip()}"
@@ -425,7 +424,7 @@ def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_pat
 
 @pytest.mark.cold
 def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> None:
-    """`--setup` runs before each rank, as you would type it."""
+    """`--setup` runs before each rank."""
     script = write(tmp_path, "import os, sys; print(os.environ['FLAVOR'], len(os.sched_getaffinity(0)), sys.argv[1:])")
     program(tmp_path / "bin" / "only-here", f'exec {sys.executable} "$@"')
     (tmp_path / "env.sh").write_text(f"echo loaded\nexport FLAVOR='a b' PATH={tmp_path}/bin:$PATH\n")

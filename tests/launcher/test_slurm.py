@@ -185,7 +185,7 @@ INPUT = {"SLURM_LABELIO": "1", "SLURM_STDOUTMODE": "file", "SRUN_CPUS_PER_TASK":
 @pytest.mark.cold
 @pytest.mark.parametrize(("asked", "gpus"), [("--gpus-per-task=1", "0,1"), ("--gpus=4", "0")])  # Slurm takes 3 and 1
 def test_srun_takes_ssh_s_place_in_a_job(slurm: Slurm, tmp_path: Path, asked: str, gpus: str) -> None:
-    """Where ssh fails in Slurm, `ddprun` uses srun; ranks see all GPUs of the job there."""
+    """Where ssh fails in Slurm, `ddprun` uses srun."""
     # In an allocation whose nodes let nobody in.
     ddprun = ["ddprun", "--show-ranks", "all", "--no-prefix"]
     variables = [f"{name}={value}" for name, value in INPUT.items()]

@@ -117,7 +117,6 @@ def test_a_rank_that_moves_to_another_node_has_that_node_s_name(tmp_path: Path) 
 def test_jobs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each job has its own folder of logs."""
     # As in containers, where each ddprun is process 1.
     monkeypatch.setattr(time, "strftime", lambda _: "20261127-010101")
     folders = [new_folder(tmp_path / "logs") for _ in range(6)]

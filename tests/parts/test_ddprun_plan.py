@@ -223,7 +223,6 @@ UNREAD = {
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_jobs_of_schedulers_that_are_not_read_do_not_start_on_one_host(tmp_path: Path, name: str) -> None:
-    """In a job of Grid Engine or OAR `ddprun` asks for the hosts."""
     nodes = tmp_path / "nodes"
     nodes.write_text(UNREAD[name])
     with pytest.raises(
@@ -236,7 +235,6 @@ def test_jobs_of_schedulers_that_are_not_read_do_not_start_on_one_host(tmp_path:
 
 
 def test_a_heterogeneous_job_is_named_not_half_started() -> None:
-    """Heterogeneous Slurm jobs are refused by name."""
     with pytest.raises(ConfigurationError, match=r"^SLURM_HET_SIZE=2: .* srun --het-group=0,1 python train\.py; or"):
         plan("t.py", environ={"SLURM_JOB_NODELIST": "a", "SLURM_HET_SIZE": "2"})
 
@@ -273,7 +271,6 @@ def test_a_set_up_that_does_not_end_is_named() -> None:
 
 
 def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's Python gets your LD_LIBRARY_PATH."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/it's here")
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$LD_LIBRARY_PATH"\n')
@@ -369,7 +366,6 @@ def test_ddprun_under_a_launcher_is_refused(
 def test_the_shell_that_srun_opens_is_none_of_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ddprun` starts from the shell of `srun --pty bash`."""
     step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
     for name, value in (step | {"SLURM_STEP_NODELIST": "a,b", "SLURM_PTY_PORT": "39311"}).items():
         monkeypatch.setenv(name, value)

@@ -124,7 +124,6 @@ def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ:
     ],
 )
 def test_nodes_of_a_platform_do_not_train_alone_in_silence(name: str, several: list[str], one: list[str]) -> None:
-    """Nodes of Kubeflow or SageMaker never train alone."""
     for value in several:
         with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(value)} means .* Start it by torchrun, or"):
             worker_env(environ={name: value})
