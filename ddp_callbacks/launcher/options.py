@@ -39,6 +39,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
+# Starts a process on a node beside others, with all cores and GPUs of the job there.
 _SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "--gpus-per-node={gpus}", "-N1", "-n1", "-w", "{host}")
 _PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may have, too
 
@@ -182,12 +183,6 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
 
 
-def _srun() -> tuple[str, ...]:
-    """Return the srun command that starts a process on a node beside others, with all cores of the job there."""
-    said, _ = output_of("srun", "--help")
-    return ("srun", *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
-
-
 def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     """Return the words of ``--rsh``, completed so that they contain ``{host}``; ``None`` for ssh."""
     if words is None:
@@ -201,7 +196,8 @@ def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     if shutil.which(program) is None:
         raise ConfigurationError(f"--rsh: program {program!r} not found in PATH.")
     if words == ["srun"]:
-        return _srun()
+        said, _ = output_of("srun", "--help")
+        return ("srun", *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
     return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
 
 
