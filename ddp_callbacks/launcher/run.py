@@ -69,10 +69,12 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        reader = asyncio.gather(launch.pass_on_input(), take_requests(output.folder, launch.take_request))
+        taken = take_requests(output.folder, launch.take_request)
+        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
         with closing(output):
             code = await Watch(launch, output).run()
-        reader.cancel()
+        for reader in readers:
+            reader.cancel()
         return launch, code
 
 
