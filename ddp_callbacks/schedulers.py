@@ -8,6 +8,7 @@ import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _TIMEOUT = 30.0  # seconds for a command of a scheduler
 
 
 @dataclass(frozen=True)
-class _Launcher:
+class _Names:
     """The names of a launcher's variables; ``local_size`` or ``nodes`` shows whether there are several hosts."""
 
     rank: str
@@ -39,32 +40,25 @@ class _Launcher:
 
 # For Slurm, these are a step's variables: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
 _LAUNCHERS = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes="SLURM_STEP_NUM_NODES"),
-    _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
-    _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
-    _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes="SLURM_STEP_NUM_NODES"),
+    _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
+    _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # PALS
+    _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
 # Variables that show that a launcher has started this process, and the names of the variables with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
     "PMIX_RANK": "",
     "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
+    "SUBMITIT_LOCAL_GLOBALID": "SUBMITIT_LOCAL_NTASKS",
 }
-_JOBS = (
-    ("PMIX_NAMESPACE",),
-    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ("PALS_APID",),
-    ("FLUX_JOB_ID",),
-    ("PBS_JOBID",),
-    ("LSB_JOBID",),
-)
+# Variables of platforms that start the script once on each node (Kubeflow, SageMaker), and what they hold for one node.
+_PLATFORMS = {"PET_NNODES": "|1|1:1", "SM_HOSTS": "[^,]*"}
+_NODE_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "OAR_NODEFILE")  # PBS's, Grid Engine's, OAR's
+# What names a job, most special first.
+_JOBS = ("PMIX_NAMESPACE", "SLURM_JOB_ID SLURM_STEP_ID", "PALS_APID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _SAY_WHERE = (
     "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
     "MASTER_ADDR ADDRESS (MPICH, Intel MPI); export it before srun, flux run or another mpiexec."
@@ -95,33 +89,39 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
         if launcher.has_started(environ):
             return _read(launcher, environ)
     if name := unknown_launcher(environ):
+        example = f" (RANK=${name})" if name in _RANKS else ""
         raise ConfigurationError(
             f"{name}={environ[name]} means that a launcher started this process as one of several, but not how "
-            "they meet, so each would train alone. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT for each process: let the launcher start a shell script that exports them "
-            f"(RANK=${name}) and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
+            "they meet, so each would train alone. Start it by torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each process: let the launcher start a shell script that exports them"
+            f"{example} and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
         )
     return {}
 
 
 def number_on_host(environ: Mapping[str, str]) -> int | None:
     """Return the number of processes that the launcher has started on this host; ``None`` if unknown."""
-    for launcher in _LAUNCHERS:
-        if launcher.has_started(environ):
-            if launcher.local_size:
-                return number(environ, launcher.local_size)
-            return number(environ, launcher.size) if launcher.is_on_one_host(environ) else None
-    return None
+    launcher = next((each for each in _LAUNCHERS if each.has_started(environ)), None)
+    if launcher is None or not (launcher.local_size or launcher.is_on_one_host(environ)):
+        return None
+    return number(environ, launcher.local_size or launcher.size)
 
 
 def unknown_launcher(environ: Mapping[str, str]) -> str:
-    """Return the rank variable of a launcher whose other variables are missing or unknown; empty if there is none."""
+    """Return a variable of a launcher of several processes that lacks the others, or is unknown; empty if none."""
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
         return ""
-    return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
+    found = [name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1]
+    found += [name for name, one in _PLATFORMS.items() if not re.fullmatch(one, environ.get(name, ""))]
+    return next(iter(found), "")
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, Any]:
+def is_shell_of_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process runs in the terminal of ``srun --pty bash``: a shell, though it counts as a task."""
+    return "SLURM_PTY_PORT" in environ and any(map(os.isatty, (0, 1, 2)))
+
+
+def _read(launcher: _Names, environ: Mapping[str, str]) -> dict[str, Any]:
     rank, size, local_rank = (
         number(environ, name) or 0 for name in (launcher.rank, launcher.size, launcher.local_rank)
     )
@@ -149,16 +149,14 @@ def _first_host(environ: Mapping[str, str]) -> str:
     if nodes := environ.get("SLURM_STEP_NODELIST"):
         # rack[1-2]n[07,09],other: take the first number of each bracket, up to the first comma outside of brackets
         return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
-    try:
-        hosts = [name for name, _ in hosts_of_job(environ)]
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error} {_SAY_WHERE}") from error
-    return next(iter(hosts), "")
+    with suppress(ConfigurationError):  # the error of the caller says what to do
+        return next((name for name, _ in hosts_of_job(environ)), "")
+    return ""
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
     """Return a port that is the same for all processes of a job, and most likely differs between jobs."""
-    for names in _JOBS:
+    for names in map(str.split, _JOBS):
         if all(environ.get(name) for name in names):
             job = ".".join(environ[name] for name in names)
             return 20000 + zlib.crc32(job.encode()) % 10000  # below the ephemeral ports
@@ -177,8 +175,9 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
     Raises:
         ConfigurationError: The variables of the job cannot be read.
     """
-    if path := environ.get("PBS_NODEFILE"):
-        return _hosts_of_pbs(path)
+    for name in _NODE_FILES:
+        if path := environ.get(name):
+            return _hosts_of_file(name, path)
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return _hosts_of_slurm(nodes, environ)
     if pairs := environ.get("LSB_MCPU_HOSTS"):
@@ -186,23 +185,30 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
     return []
 
 
-def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
-    """Count the lines per host in the node file, which has one line for each process that the job requested there.
+def _hosts_of_file(name: str, path: str) -> list[tuple[str, int | None]]:
+    """Count the lines per host in a node file. PBS's has one line for each process that the job requested there.
 
     The job requests them as ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
     """
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        counts = Counter(line.split()[0] for line in Path(path).read_text().splitlines() if line.strip())
     except OSError as error:
-        raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
-    counts = Counter(line for line in lines if line)
+        raise ConfigurationError(f"{name}={path!r} cannot be read: {error}.") from error
     if not counts:
-        raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
+        raise ConfigurationError(f"{name}={path!r} names no host.")
+    if name != "PBS_NODEFILE" and len(counts) > 1:
+        hosts = ",".join(counts)
+        raise ConfigurationError(f"{name}={path!r}: this scheduler's jobs are not read. With ddprun, write -H {hosts}.")
     said = set(counts.values()) != {1}  # counts of 1 everywhere may be the default: the node then decides
-    return [(name, count if said else None) for name, count in counts.items()]
+    return [(host, count if said else None) for host, count in counts.items() if name == "PBS_NODEFILE"]
 
 
 def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    if (number(environ, "SLURM_HET_SIZE") or 1) > 1:
+        raise ConfigurationError(
+            f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}: ddprun starts in no heterogeneous job. Start the script "
+            "on all components: srun --het-group=0,1 python train.py; or name the hosts with -H, if ssh reaches them."
+        )
     names = _expand(nodes)
     tasks = environ.get("SLURM_TASKS_PER_NODE") if environ.get("SLURM_NTASKS") else None
     if not tasks:
@@ -233,6 +239,18 @@ def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[in
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         found[:] = _counts(cpus, "SLURM_JOB_CPUS_PER_NODE")
     return found if len(found) == hosts else [None] * hosts
+
+
+def gpus_of_job(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return for each host the GPUs of the Slurm job that a step there must ask for; none if it has them unasked."""
+    if not {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"} & environ.keys():
+        return {}
+    said, _ = output_of("scontrol", "show", "job", "-d", environ["SLURM_JOB_ID"])
+    found = dict[str, int]()
+    for nodes, resources in re.findall(r"^ *Nodes=(\S+) .*GRES=(\S*)", said, re.M):
+        count = sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)\(", resources)))  # gpu:a100:2(IDX:0-1)
+        found |= dict.fromkeys(_expand(nodes), count)
+    return found
 
 
 def _expand(nodes: str) -> list[str]:

@@ -36,7 +36,7 @@ class JobEnd(NamedTuple):
 def job_end(environ: Mapping[str, str]) -> JobEnd | None:
     """Return the end of this job; ``None`` if unknown. Asks the scheduler."""
     if job := environ.get("SLURM_JOB_ID"):
-        return _end_in_slurm(job, environ)
+        return _end_in_slurm(job)
     if job := environ.get("PBS_JOBID"):
         return _end_in_pbs(job)
     return None
@@ -64,13 +64,10 @@ def _requeue_in_slurm(job: str) -> str:
     return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"
 
 
-def _end_in_slurm(job: str, environ: Mapping[str, str]) -> JobEnd | None:
-    name, start, end = f"Slurm job {job}", *(environ.get(f"SLURM_JOB_{which}_TIME", "") for which in ("START", "END"))
-    if end.isdigit():
-        return JobEnd(int(end) - time.time(), int(end) - int(start) if start.isdigit() else None, name)
+def _end_in_slurm(job: str) -> JobEnd | None:
     said, _ = output_of("squeue", "-h", "-j", job, "-o", "%L %l")
     left, length = map(_seconds, f"{said} ".split(" ", 1))
-    return None if left is None else JobEnd(left, length, name)
+    return None if left is None else JobEnd(left, length, f"Slurm job {job}")
 
 
 def _end_in_pbs(job: str) -> JobEnd | None:

@@ -12,7 +12,7 @@ from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import describe
 from ddp_callbacks.launcher.stacks import ask_for_stacks
-from ddp_callbacks.schedulers import unknown_launcher
+from ddp_callbacks.schedulers import is_shell_of_step, unknown_launcher
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def _refuse_to_multiply() -> None:
             f"mpirun or the like, or start the script with that, not ddprun. If it is alone: env -u {name} ddprun ..."
         )
     env = WorkerEnv.from_environ()
-    if env.world_size > 1:
+    if env.world_size > 1 and not is_shell_of_step(os.environ):
         raise ConfigurationError(
             f"ddprun was started as rank {env.rank} of {env.world_size}. Start it once, without srun, mpirun or "
             "torchrun, or start the script with those, not ddprun."

@@ -9,8 +9,8 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
-from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, UTF8, command_to, explain, opening
+from ddp_callbacks.launcher.remote import (
+    FIRST_LINE,
+    READY,
+    TURNED_AWAY,
+    UTF8,
+    command_to,
+    environ_to,
+    explain,
+    opening,
+)
 from ddp_callbacks.launcher.same import how_to_copy
 
 ANSWER_TIMEOUT = 30.0  # seconds
@@ -31,19 +40,6 @@ _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _LAST_WORDS = 0.1  # seconds to read the last messages of that command
 _MANY = 100  # waiting events of a node; beyond that, its writes wait
 _TAIL = 1 << 16  # bytes to keep of the error output of ssh or the shell
-
-
-@contextmanager
-def _standard_input(is_here: bool) -> Iterator[tuple[int, ...]]:
-    """A descriptor of standard input for the program of this machine to inherit; none of a terminal, or if closed."""
-    if not is_here or sys.stdin is None or os.isatty(0):
-        yield ()
-        return
-    descriptor = os.dup(0)
-    try:
-        yield (descriptor,)
-    finally:
-        os.close(descriptor)
 
 
 class NodeProblem(Exception):
@@ -114,16 +110,19 @@ class Connection(asyncio.SubprocessProtocol):
         self._reached = False  # whether the shell there is ready
         loop = asyncio.get_running_loop()
         words = [*_DEAF, *command_to(self.plan, self._shared.patience)]
-        with _standard_input(self.plan.is_here) as inherited:
-            self.stdin = next(iter(inherited), None)
-            # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-            self._process, _ = await loop.subprocess_exec(
-                lambda: self, *words, start_new_session=True, pass_fds=inherited
-            )
+        # For the program of this machine; a terminal's input is passed on, and a closed one has no descriptor.
+        inherited = [] if not self.plan.is_here or sys.stdin is None or os.isatty(0) else [os.dup(0)]
+        self.stdin = next(iter(inherited), None)
+        # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
+        self._process, _ = await loop.subprocess_exec(
+            lambda: self, *words, start_new_session=True, pass_fds=inherited, env=environ_to(self.plan)
+        )
+        for descriptor in inherited:
+            os.close(descriptor)
         self._heard = loop.time()
         self._write(FIRST_LINE)
         await self._answer()
-        self._write(opening(self.plan.python))
+        self._write(opening(self.plan))
 
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
         """Send a message; return the node's answer.
@@ -143,8 +142,10 @@ class Connection(asyncio.SubprocessProtocol):
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
-            remedy = f". Does its login shell wait for something? Try: {self.plan.shell}true"
-            raise NodeProblem(f"no answer within {seconds:g} s{remedy}") from None
+            says = (
+                f"no answer within {seconds:g} s. Does {'--setup' if self.plan.setup else 'its login shell'} wait for"
+            )
+            raise NodeProblem(f"{says} something? Try: {self.plan.shell}true") from None
         finally:
             self._asks = False
         if answer is None:
@@ -215,9 +216,8 @@ class Connection(asyncio.SubprocessProtocol):
         words = plan.words(plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
-            needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
-            raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
+            raise NodeProblem(f"needs Python 3.11 or newer: {error or 'exit code ' + str(said['code'])}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
         self.address = next(iter(self.addresses([])), "127.0.0.1")
 
@@ -286,10 +286,13 @@ class Connection(asyncio.SubprocessProtocol):
             return f"the connection was lost{f' ({said[-1]})' if said else ''}"
         if not self._reached:
             return explain(self.plan, code, said)
+        last = said[-1] if said else "no output"
+        if self.plan.setup:
+            remedy = ". Begin with: source CONDA/etc/profile.d/conda.sh" if "conda: command not found" in last else ""
+            return f"--setup {self.plan.setup!r} or Python failed (exit code {code}): {last}{remedy}"
         if code in (126, 127):
             where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
-        last = said[-1] if said else "no output"
         return f"the interpreter {self.plan.python} failed to start (exit code {code}): {last}"
 
     def _write(self, data: bytes) -> None:

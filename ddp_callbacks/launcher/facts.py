@@ -96,17 +96,18 @@ def _processes(kind: str) -> int:
         counted = subprocess.run([sys.executable, "-P", "-c", _COUNT], capture_output=True, text=True)
         devices = int(counted.stdout.split()[-1]) if counted.returncode == 0 else 0
     if kind in ("", "auto"):
-        return devices or (_sockets() if kind == "" else os.cpu_count() or 1)
+        return devices or (_count("physical_package_id") or 1 if kind == "" else os.cpu_count() or 1)
     return devices
 
 
-def _sockets() -> int:
-    """Return the number of CPU sockets on which this process may run; 1 if unknown."""
-    packages = set()
-    for core in os.sched_getaffinity(0):
-        with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") as file:
-            packages.add(file.read().strip())
-    return max(1, len(packages))
+def _count(kind: str, root: str = "/") -> int:
+    """Return the number of CPU sockets, or of cores, on which this process may run; 0 if unknown."""
+    found = set()
+    for thread in os.sched_getaffinity(0):
+        path = f"sys/devices/system/cpu/cpu{thread}/topology/{kind}"
+        with suppress(OSError), open(os.path.join(root, path)) as file:
+            found.add(file.read().strip())
+    return len(found)
 
 
 def facts(cores: int, kind: str = "", name: str = "") -> dict[str, Any]:
@@ -125,8 +126,11 @@ def facts(cores: int, kind: str = "", name: str = "") -> dict[str, Any]:
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return the number of usable cores: by affinity, or by the quota of the container or job (cgroup 2) if smaller."""
-    found: list[float] = [len(os.sched_getaffinity(0))]
+    """Return the number of usable cores: by affinity, or by the quota of the container or job (cgroup 2) if smaller.
+
+    The hardware threads of a core count once.
+    """
+    found: list[float] = [_count("thread_siblings_list", root) or len(os.sched_getaffinity(0))]
     with suppress(OSError), open(os.path.join(root, "proc/self/cgroup")) as file:
         names = file.read().strip().rpartition("0::/")[2].split("/")
         for depth in range(len(names) + 1):  # the group, and those above it

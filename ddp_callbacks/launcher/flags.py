@@ -24,7 +24,7 @@ PATIENCE = 10.0
 FORWARDED = (
     *("CUDA_", "CUBLAS_", "DDP_CALLBACKS_", "GLOO_", "GOMP_", "HF_", "HIP_", "HSA_", "KMP_", "LD_LIBRARY_PATH"),
     *("LIGHTNING_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PL_", "PYTHON", "PYTORCH_", "ROCR_", "TOKENIZERS_"),
-    *("TORCH_", "TORCHINDUCTOR_", "UCX_"),
+    *("SLURM_CPUS_PER_TASK", "TORCH_", "TORCHINDUCTOR_", "UCX_"),
 )
 
 

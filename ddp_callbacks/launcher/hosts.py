@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
 
+_LOGIN = ("bash", "-lc", 'cd "$1" 2>/dev/null; eval "$2" && shift 2 && exec "$@"', "bash")
 _IGNORED = ("max_slots", "max-slots", "max")  # Open MPI's limit for oversubscription
 
 
@@ -28,7 +29,7 @@ class NodePlan:
         rank: The node rank.
         is_here: Whether the node is this machine, which needs no ssh.
         rsh: The command that reaches the node instead of ssh; ``None`` for ssh.
-        setup: A bash command that runs before each process there.
+        setup: A bash command that runs before each process there, and before the interpreter is looked for.
     """
 
     host: str
@@ -52,8 +53,11 @@ class NodePlan:
         return "" if self.is_here else f"{shlex.join(self.rsh or ('ssh', self.host))} "
 
     def words(self, *words: str) -> list[str]:
-        """Return a command that runs :attr:`setup` before these words, in a login shell, which knows ``module``."""
-        return ["bash", "-lc", f'{self.setup} && exec "$@"', "bash", *words] if self.setup else list(words)
+        """Return a command that runs :attr:`setup` before these words, in a login shell, which knows ``module``.
+
+        It goes back to the working directory first, as some profiles leave it.
+        """
+        return [*_LOGIN, self.cwd, self.setup, *words] if self.setup else list(words)
 
 
 def parse_hosts(text: str) -> list[NodePlan]:
@@ -72,7 +76,8 @@ def parse_hostfile(text: str, source: str) -> list[NodePlan]:
     """Parse a host file: one host per line, ``#`` begins a comment.
 
     It accepts Open MPI's and DeepSpeed's ``node1 slots=4`` and MPICH's ``node1:4``. ``python=`` and ``chdir=`` are
-    extensions; quote values with spaces as in a shell. Open MPI's ``max_slots=`` is ignored.
+    extensions; quote values with spaces as in a shell. Open MPI's ``max_slots=`` is ignored. A file of names alone may
+    repeat each as often as it has slots, as PBS_NODEFILE does.
 
     Args:
         text: The contents of the file.
@@ -90,13 +95,16 @@ def parse_hostfile(text: str, source: str) -> list[NodePlan]:
             raise ConfigurationError(f"{where}: {error}: {line.strip()!r}.") from None
         if words:
             hosts.append(_host_of_line(words, where))
+    counts = Counter(host.host for host in hosts)
+    if max(counts.values(), default=1) > 1 and all(host == NodePlan(host.host) for host in hosts):
+        return [NodePlan(name, str(count)) for name, count in counts.items()]
     return _checked(hosts, source)
 
 
 def read_hostfile(path: str) -> list[NodePlan]:
     """Read a host file; see :func:`parse_hostfile`."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the host file {path}: {error}.") from error
     return parse_hostfile(text, path)

@@ -12,7 +12,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts
 from ddp_callbacks.launcher.options import nodes_of
 from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.requests import HOSTS, JOINED, ask
+from ddp_callbacks.launcher.requests import JOINED, ask
 
 _TIMEOUT = 120.0  # seconds for the job to reach the nodes
 
@@ -44,7 +44,7 @@ def join(argv: list[str]) -> int:
     parser.add_argument("-H", "--hosts", required=True, metavar="HOST[:SLOTS],...", help="the nodes, named as for ssh")
     options = parser.parse_args(argv)
     parse_hosts(options.hosts)
-    code, _, text = ask(options.job, JOINED, _TIMEOUT, **{HOSTS: options.hosts}).partition("\n")
+    code, _, text = ask(options.job, JOINED, _TIMEOUT, options.hosts).partition("\n")
     for line in text.splitlines():
         print(f"ddprun: {line}", file=sys.stderr)
     return int(code)

@@ -88,13 +88,13 @@ class Launch:
         """Take signals until the end of the event loop. Ctrl-Z has no effect.
 
         Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats. SIGQUIT,
-        which Ctrl-\\ sends, is a request, see :mod:`.requests`, also in the background of a shell, which ignores it.
+        which Ctrl-\\ sends, asks for the stacks, also in the background of a shell, which ignores it.
         """
         loop = asyncio.get_running_loop()
         for number in _STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take_signal, number)
-        loop.add_signal_handler(signal.SIGQUIT, self._take_request)
+        loop.add_signal_handler(signal.SIGQUIT, self.take_request)
         loop.add_signal_handler(signal.SIGWINCH, self._resize)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
@@ -110,9 +110,10 @@ class Launch:
         if self.has_begun and (size := terminal_size(self.job)):
             self._tell_all("resize", size=size)
 
-    def _take_request(self) -> None:
+    def take_request(self, hosts: str = "") -> None:
+        """Take a request for the stacks, or to add nodes."""
         if self.has_begun:
-            self.nodes[0].put("request")
+            self.nodes[0].put("request", hosts=hosts)
 
     def ask_for_stacks(self) -> None:
         """Ask all ranks for their stacks. An event tells when they have come."""

@@ -23,7 +23,7 @@ from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.meant import refuse_script
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import addresses_of, is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, hosts_of_job, output_of
+from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -40,7 +40,8 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
-_SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "{host}")
+# Starts a process on a node beside others, with all cores and GPUs of the job there.
+_SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "--gpus-per-node={gpus}", "-N1", "-n1", "-w", "{host}")
 _PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may have, too
 
 
@@ -172,6 +173,7 @@ def nodes_of(
     if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
         job.rsh = ["srun"]
     rsh = _rsh(job.rsh)
+    gpus = gpus_of_job(environ) if job.rsh == ["srun"] else {}
     return tuple(
         replace(
             host,
@@ -180,7 +182,7 @@ def nodes_of(
             cwd=_absolute(host.cwd or job.chdir or ".", environ),
             rank=rank,
             is_here=is_here(host.host) and not (is_named and job.rsh is not None and is_loopback(host.host)),
-            rsh=None if rsh is None else tuple(word.replace("{host}", host.host) for word in rsh),
+            rsh=None if rsh is None else _filled(rsh, host.host, gpus),
             setup=job.setup,
         )
         for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
@@ -209,12 +211,6 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
 
 
-def _srun() -> tuple[str, ...]:
-    """Return the srun command that starts a process on a node beside others, with all cores of the job there."""
-    said, _ = output_of("srun", "--help")
-    return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
-
-
 def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     """Return the words of ``--rsh``, completed so that they contain ``{host}``; ``None`` for ssh."""
     if words is None:
@@ -228,8 +224,14 @@ def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
     if shutil.which(program) is None:
         raise ConfigurationError(f"--rsh: program {program!r} not found in PATH.")
     if words == ["srun"]:
-        return _srun()
+        said, _ = output_of("srun", "--help")
+        return ("srun", *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
     return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
+
+
+def _filled(rsh: Sequence[str], host: str, gpus: Mapping[str, int]) -> tuple[str, ...]:
+    words = [word for word in rsh if host in gpus or "{gpus}" not in word]
+    return tuple(word.replace("{host}", host).replace("{gpus}", str(gpus.get(host))) for word in words)
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence[NodePlan]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.requests import STACKS, write_answer
+from ddp_callbacks.launcher.requests import RUNS, STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
@@ -55,14 +55,13 @@ class Output:
     often as the rank has written it. If only one rank is shown, its unfinished lines are shown at once.
 
     Args:
-        folder: Folder of the files; created here.
+        folder: Folder of the files.
         shown: The ranks for the terminal, ``None`` for all.
         prefix: Whether a line begins with ``[node:rank]``.
         terminal: Receives the lines.
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
         self.folder = folder
         self._chosen, self._shown = shown or frozenset(), shown
         self._prefix = prefix
@@ -118,6 +117,7 @@ class Output:
                 file.close()
         self._finish_lines()
         self._begin_line()
+        (self.folder / RUNS).unlink(missing_ok=True)
 
     def _finish_lines(self) -> None:
         for (_, _, stream), lines in self._lines.items():

@@ -5,7 +5,7 @@ quoted for a shell, or visible in a process list. In this order:
 
 =======================  =============================================================================
 a line                   :data:`FIRST_LINE`, the same for every job; nothing follows before its answer
-a line                   the interpreter's path, each byte as ``\\0ooo``; ``/bin/sh`` reads it and starts it
+a line                   a command that starts the interpreter, each byte as ``\\0ooo``; ``/bin/sh`` becomes it
 a line, and as many      the length of the program for the node, and the program
 bytes
 messages                 for this program, see :mod:`ddp_callbacks.launcher.node`, as long as the job runs
@@ -15,21 +15,16 @@ messages                 for this program, see :mod:`ddp_callbacks.launcher.node
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
 
 from ddp_callbacks.launcher import node
 from ddp_callbacks.launcher.flags import PATIENCE
 from ddp_callbacks.launcher.hosts import NodePlan
 
-_MODULES = (
-    "processes",
-    "binding",
-    "link",
-    "answers",
-    "ending",
-    "stopped",
-    "program",
-)  # each imports only those before it
+# Each imports only those before it.
+_MODULES = ("processes", "binding", "link", "answers", "ending", "stopped", "program")
 
 SHELL = "/bin/sh"  # one word: it works as a program and as a command line of any login shell
 READY = b"\0ddprun is ready\0"
@@ -37,18 +32,24 @@ UTF8 = "-Xutf8"  # for Python programs of ours: bytes keep their values in texts
 # The shell may read ahead, so nothing else is sent before it has printed READY.
 FIRST_LINE = (
     rb"printf '\000ddprun is ready\000\n'; "
-    rb'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -Xutf8 -c '
-    b'"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\n'
+    b'IFS= read -r c; c=$(printf "%bx" "$c"); eval "${c%x}"\n'
 )
+_READ = "import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"  # what the interpreter does first
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd
 _CONNECT_TIMEOUT = 10  # seconds for ssh to connect
+# Variables that srun would take as flags, such as SLURM_LABELIO; others name the job, or lead to its controller.
+_FLAGS_OF_SRUN = re.compile(r"(SLURM|SRUN)_(?!JOB|ARRAY|SUBMIT|CLUSTER|CONF|JWT|SACK)")
 
 
-def opening(python: str) -> bytes:
-    """Return what follows :data:`FIRST_LINE`: the interpreter (a path, or a name in PATH there) and the program."""
-    path = "".join(f"\\0{byte:03o}" for byte in os.fsencode(python)).encode()
-    program = _program()
-    return b"%s\n%d\n%s" % (path, len(program), program)
+def opening(plan: NodePlan) -> bytes:
+    """Return what follows :data:`FIRST_LINE`: how to start the interpreter (a path, or a name in PATH), the program."""
+    words, streams = [plan.python, "-I", UTF8, "-c", _READ], ""
+    if plan.setup:  # which must not read the program
+        words, streams = plan.words(SHELL, "-c", 'exec "$@" <&3 3<&-', "sh", *words), " 3<&0 </dev/null"
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # of the interpreter itself
+    export = f"export LD_LIBRARY_PATH={shlex.quote(libraries)}; " if libraries else ""
+    command, program = os.fsencode(f"{export}exec {shlex.join(words)}{streams}"), _program()
+    return b"%s\n%d\n%s" % ("".join(f"\\0{byte:03o}" for byte in command).encode(), len(program), program)
 
 
 def _program() -> bytes:
@@ -85,6 +86,12 @@ def command_to(plan: NodePlan, patience: float = PATIENCE) -> list[str]:
     if plan.is_here:
         return [SHELL]
     return [*(ssh_command(plan.host, patience) if plan.rsh is None else plan.rsh), SHELL]
+
+
+def environ_to(plan: NodePlan) -> dict[str, str]:
+    """Return the variables for the command that reaches a node: srun has its flags from the command line alone."""
+    is_srun = os.path.basename(command_to(plan)[0]) == "srun"
+    return {name: value for name, value in os.environ.items() if not (is_srun and _FLAGS_OF_SRUN.match(name))}
 
 
 # The first match counts.

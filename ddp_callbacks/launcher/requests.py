@@ -1,64 +1,88 @@
-"""What a command asks of a running job, through files in the folder of its logs: ``ddprun stacks``, ``ddprun join``."""
+"""What a command asks of a running job, through files in the folder of its logs: ``ddprun stacks``, ``ddprun join``.
+
+No process id is trusted: the process of that number may be another's, or on another machine.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
+import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.node.processes import handled_by
 
-HOSTS = "join"  # a file with the nodes that are to join
 JOINED, STACKS = "join.txt", "stacks.txt"  # the answers
+RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
+_LOOK = 0.25  # seconds between two looks for a request
 
 
-def ask(job: str | None, answer: str, seconds: float, **request: str) -> str:
-    """Send SIGQUIT to a job of this machine, and return what it answers in the file ``answer``.
+def new_folder(parent: Path) -> Path:
+    """Create the folder of this job's logs, which only this user may read.
+
+    Its name ends with nanoseconds: in containers, jobs of the same second often have the same process id, too.
+    """
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / RUNS).touch()
+    return folder
+
+
+async def take_requests(folder: Path, take: Callable[[str], None]) -> None:
+    """Call ``take`` with the nodes that are to join, empty for the stacks, at each request. Goes on until cancelled."""
+    last = ""
+    while True:
+        await asyncio.sleep(_LOOK)
+        found = await asyncio.to_thread(_read, folder / _REQUEST)
+        if found != last and found:
+            take(found.partition("\n")[2])
+        last = found
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def ask(job: str | None, answer: str, seconds: float, hosts: str = "") -> str:
+    """Ask a job for something, and return what it answers in the file ``answer``.
 
     Args:
         job: The folder of its logs; ``None``: the newest one in ddprun-logs.
-        request: The contents of files that say what is asked, by name; none asks for the stacks.
+        hosts: The nodes that are to join, as in ``-H``; if empty, it is asked for the stacks.
 
     Raises:
-        ConfigurationError: There is no such job here, it does not answer within ``seconds``, or another command waits
-            for such an answer.
+        ConfigurationError: There is no such job, it does not answer within ``seconds``, or another command waits for an
+            answer.
     """
     folder = _folder(job)
-    number = folder.name.rpartition("-")[2]
-    pid = int(number) if number.isdecimal() else 0
-    if signal.SIGQUIT not in (handled_by(pid) or ()):
-        raise ConfigurationError(f"the job of {folder} does not run on this machine.")
-    for name, text in request.items():
-        _request(folder / name, text)
     try:
-        return _ask(pid, folder / answer, seconds)
+        with (folder / _REQUEST).open("x") as file:
+            (folder / answer).unlink(missing_ok=True)
+            file.write(f"{time.time_ns()}\n{hosts}")  # no two are alike
+    except FileExistsError:
+        raise ConfigurationError(f"another ddprun waits for the answer of the job of {folder}.") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot write in {folder}: {error.strerror}.") from None
+    try:
+        return _await_answer(folder, folder / answer, seconds)
     finally:
-        for name in request:
-            (folder / name).unlink(missing_ok=True)
+        (folder / _REQUEST).unlink(missing_ok=True)
 
 
-def _ask(pid: int, answer: Path, seconds: float) -> str:
-    answer.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGQUIT)
+def _await_answer(folder: Path, answer: Path, seconds: float) -> str:
     end = time.monotonic() + seconds
     while not answer.exists():
+        if not (folder / RUNS).exists():
+            raise ConfigurationError(f"the job of {folder} has ended.")
         if time.monotonic() > end:
-            raise ConfigurationError(f"the job of {answer.parent} does not answer.")
-        if handled_by(pid) is None:
-            raise ConfigurationError(f"the job of {answer.parent} has ended.")
+            raise ConfigurationError(
+                f"the job of {folder} does not answer within {seconds:g} s. Was its ddprun killed?"
+            )
         time.sleep(0.05)
     return answer.read_text()
-
-
-def read_request(path: Path) -> str:
-    """Return the contents of a request; empty if there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def write_answer(path: Path, text: str) -> None:
@@ -69,18 +93,8 @@ def write_answer(path: Path, text: str) -> None:
         written.rename(path)
 
 
-def _request(path: Path, text: str) -> None:
-    try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigurationError(f"another ddprun waits for the answer of the job of {path.parent}.") from None
-
-
 def _folder(job: str | None) -> Path:
     found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
     if not found or not found[-1].is_dir():
-        raise ConfigurationError(
-            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME-PID."
-        )
+        raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
     return found[-1].resolve()

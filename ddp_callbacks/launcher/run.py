@@ -16,6 +16,7 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
@@ -68,21 +69,23 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        reader = asyncio.create_task(launch.pass_on_input())
+        taken = take_requests(output.folder, launch.take_request)
+        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
         with closing(output):
             code = await Watch(launch, output).run()
-        reader.cancel()
+        for reader in readers:
+            reader.cancel()
         return launch, code
 
 
 def _output(launch: Launch) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-    folder = Path(launch.job.log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    parent = Path(launch.job.log_dir).absolute()
     try:
-        return Output(folder, launch.job.shown, not launch.job.no_prefix, terminal)
+        return Output(new_folder(parent), launch.job.shown, not launch.job.no_prefix, terminal)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot create {folder}: {error.strerror}. Choose another place with --log-dir."
+            f"cannot write in {parent}: {error.strerror}. Choose another place with --log-dir."
         ) from None
 
 

@@ -31,10 +31,8 @@ def summary(lines: Mapping[str, str]) -> list[str]:
     for rank, line in lines.items():
         ranks.setdefault(line or "unknown: no stack was written", []).append(rank)
 
-    def interest(line: str) -> tuple[bool, int]:
-        return bool(_WAITS.search(line)), len(ranks[line])
-
-    return [f"{_names(ranks[line])}: {line}" for line in sorted(ranks, key=interest)]
+    lines_by_interest = sorted(ranks, key=lambda line: (bool(_WAITS.search(line)), len(ranks[line])))
+    return [f"{_names(ranks[line])}: {line}" for line in lines_by_interest]
 
 
 def _names(ranks: list[str]) -> str:

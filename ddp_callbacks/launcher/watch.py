@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
-from ddp_callbacks.launcher.requests import HOSTS, JOINED, read_request, write_answer
+from ddp_callbacks.launcher.requests import JOINED, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
@@ -71,8 +71,7 @@ class Watch:
         elif end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)
 
-    async def _on_request(self, _: Connection) -> None:
-        hosts = await asyncio.to_thread(read_request, self._output.folder / HOSTS)
+    async def _on_request(self, _: Connection, hosts: str) -> None:
         self._joining = _unfinished(self._joining)
         if hosts and self._joining is None:
             self._joining = asyncio.create_task(self._add(hosts))

@@ -400,7 +400,27 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
         wrong = ddprun("stacks", folder, cwd=tmp_path)
         assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
     over = ddprun("stacks", cwd=tmp_path)
-    assert (over.returncode, over.stdout) == (2, "") and "does not run on this machine." in over.stderr
+    assert (over.returncode, over.stdout) == (2, "") and "has ended." in over.stderr
+
+
+INNOCENT = """
+import os, signal
+signal.signal(signal.SIGQUIT, lambda *_: os.write(1, b"SIGQUIT"))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+print(os.getpid(), flush=True)
+while True: signal.pause()
+"""
+
+
+def test_a_request_reaches_no_process_of_another_job(tmp_path: Path) -> None:
+    with subprocess.Popen([*PYTHON, "-c", INNOCENT], stdout=subprocess.PIPE, text=True) as innocent:
+        assert innocent.stdout is not None
+        folder = tmp_path / "ddprun-logs" / f"20261127-010101-{innocent.stdout.readline().strip()}"
+        folder.mkdir(parents=True)
+        done = ddprun("stacks", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (2, f"ddprun: the job of {folder} has ended.\n")
+        innocent.terminate()
+        assert innocent.stdout.read() == ""
 
 
 def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
@@ -452,20 +472,24 @@ def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_pat
 def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> None:
     """`--setup` runs before each rank."""
     script = write(tmp_path, "import os, sys; print(os.environ['FLAVOR'], len(os.sched_getaffinity(0)), sys.argv[1:])")
-    (tmp_path / "env.sh").write_text("echo loaded\nexport FLAVOR='a b'\n")
-    setup = ["--setup", f"source {tmp_path}/env.sh && true"]
-    done = ddprun(*setup, "--bind", "core", "-H", "localhost:2", script, "it's", cwd=tmp_path)
+    program(tmp_path / "bin" / "only-here", f'exec {sys.executable} "$@"')
+    (tmp_path / "env.sh").write_text(f"echo loaded\nexport FLAVOR='a b' PATH={tmp_path}/bin:$PATH\n")
+    (tmp_path / ".bash_profile").write_text("cd /\n")
+    setup = ["--setup", "source ./env.sh;  # mine", "--python", "only-here", "--bind", "core", "-H", "localhost:2"]
+    done = ddprun(*setup, script, "it's", cwd=tmp_path, HOME=str(tmp_path))
     cores = len(os.sched_getaffinity(0)) // 2
     assert (done.returncode, done.stdout.split("\n")[1:]) == (0, [f'[localhost:0] a b {cores} ["it\'s"]', ""]), (
         done.stderr
     )
-    done = ddprun("--setup", "source no-such-file", script, cwd=tmp_path)
-    says = (
-        "ddprun: localhost: --setup 'source no-such-file' or Python failed: bash: line 1: no-such-file: No such file "
-    )
-    assert (done.returncode, done.stderr) == (2, f"{says}or directory.\n")
-    done = ddprun("--setup", "false", script, cwd=tmp_path)
-    assert done.stderr == "ddprun: localhost: --setup 'false' or Python failed: exit code 1.\n"
+    for failing, says in {
+        "source no-such-file": "(exit code 1): bash: line 1: no-such-file: No such file or directory",
+        "exit 3": "(exit code 3): no output",
+        "conda activate train": "(exit code 127): bash: line 1: conda: command not found. Begin with: source "
+        "CONDA/etc/profile.d/conda.sh",
+    }.items():
+        done = ddprun("--setup", failing, script, cwd=tmp_path, HOME=str(tmp_path))
+        says = f"ddprun: localhost: --setup {failing!r} or Python failed {says}.\n"
+        assert (done.returncode, done.stderr) == (2, says)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., s
 def test_a_request_before_anything_has_started_requeues_the_job(tmp_path: Path, programs: Callable[..., str]) -> None:
     path = programs(squeue="echo RUNNING", scontrol="exit 0", enter=f"touch {tmp_path}/waits; exec sleep {LIMIT:g}")
     flags = ["-H", "far:2", "--rsh", "enter", "--grace", "60", "--requeue", "script.py"]
-    with Run(tmp_path, *flags, PATH=path, SLURM_JOB_ID="7", SLURM_JOB_END_TIME="9999999999") as run:
+    with Run(tmp_path, *flags, PATH=path, SLURM_JOB_ID="7") as run:
         run.await_files("waits")
         run.process.send_signal(signal.SIGUSR1)
         assert run.end() == 128 + signal.SIGUSR1
@@ -331,7 +331,6 @@ SLURM, PBS = {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.s"}
 @pytest.mark.parametrize(
     ("environ", "texts", "left", "length"),
     [
-        (SLURM | {"SLURM_JOB_END_TIME": "100", "SLURM_JOB_START_TIME": "-20"}, {}, 100, 120),
         (SLURM, {"squeue": "echo 1-02:03:04 2-00:00:00"}, 93784, 172800),
         (SLURM, {"squeue": "echo 59:01 1:00:00"}, 3541, 3600),
         (SLURM, {"squeue": "echo 59:01 INVALID"}, 3541, None),

@@ -46,8 +46,9 @@ MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
 KillWait=5
-NodeName=h1 NodeAddr=10.83.0.1 CPUs=4 RealMemory=4000 State=UNKNOWN
-NodeName=h2 NodeAddr=10.83.0.2 CPUs=4 RealMemory=4000 State=UNKNOWN
+GresTypes=gpu
+NodeName=h1 NodeAddr=10.83.0.1 CPUs=4 Gres=gpu:4 RealMemory=4000 State=UNKNOWN
+NodeName=h2 NodeAddr=10.83.0.2 CPUs=4 Gres=gpu:4 RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=h1,h2 Default=YES State=UP OverSubscribe=FORCE:4
 """
 
@@ -104,6 +105,8 @@ class Slurm:
         (self._folder / "key").chmod(0o400)
         for name in ("state", f"spool-{host.name}"):
             (self._folder / name).mkdir(exist_ok=True)
+        (self._folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/run/gpu[0-3]\n")
+        host.run("sh", "-c", "for i in 0 1 2 3; do mknod /run/gpu$i c 1 3; done")  # /dev/null, by other names
         config = self._folder / f"slurm-{host.name}.conf"
         config.write_text(CONFIG.format(folder=self._folder, socket=socket))
         files = {"key-file": self._folder / "key", "socket": socket}
@@ -172,25 +175,29 @@ def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) ->
 
 NO_SSH = """
 import os
-step, rank, world_size = (os.environ.get(name, "none") for name in ("SLURM_STEP_ID", "RANK", "WORLD_SIZE"))
-print(step, os.uname().nodename, rank, world_size, flush=True)
+names = ("SLURM_STEP_ID", "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK")
+print(os.uname().nodename, *(os.environ.get(name, "none") for name in names), flush=True)
 """
+# What srun would take as flags: it would number the lines, write to a file, and have one GPU and one core.
+INPUT = {"SLURM_LABELIO": "1", "SLURM_STDOUTMODE": "file", "SRUN_CPUS_PER_TASK": "1"}
 
 
 @pytest.mark.cold
-def test_srun_takes_ssh_s_place_in_a_job(slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "gpus"), [("--gpus-per-task=1", "0,1"), ("--gpus=4", "0")])  # Slurm takes 3 and 1
+def test_srun_takes_ssh_s_place_in_a_job(slurm: Slurm, tmp_path: Path, asked: str, gpus: str) -> None:
     """Where ssh fails in Slurm, `ddprun` uses srun."""
     # In an allocation whose nodes let nobody in.
     ddprun = ["ddprun", "--show-ranks", "all", "--no-prefix"]
-    without_ssh = ["env", "PATH=" + str(no_ssh(tmp_path)) + ":" + slurm.environ(slurm.login)["PATH"]]
-    allocation = ["salloc", "-N2", "--ntasks-per-node=2"]
-    done = slurm.run(*allocation, *without_ssh, *ddprun, write(tmp_path, NO_SSH), cwd=tmp_path)
+    variables = [f"{name}={value}" for name, value in INPUT.items()]
+    path = "PATH=" + str(no_ssh(tmp_path)) + ":" + slurm.environ(slurm.login)["PATH"]
+    allocation = ["salloc", "-N2", "--ntasks-per-node=2", "--cpus-per-task=2", asked]
+    batch = ["env", path, *variables, *ddprun, write(tmp_path, NO_SSH)]
+    done = slurm.run(*allocation, *batch, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = sorted(
-        (line.split() for line in done.stdout.splitlines() if line.endswith(" 4")), key=lambda words: words[2]
-    )
-    assert [words[1:3] for words in said] == [["h1", "0"], ["h1", "1"], ["h2", "2"], ["h2", "3"]]
-    assert [words[0] == "none" for words in said] == [True, True, False, False]  # a process here, a step there
+    said = sorted((line.split() for line in done.stdout.splitlines() if line[:1] == "h"), key=lambda words: words[2])
+    assert [words[:1] + words[2:4] for words in said] == [[f"h{1 + rank // 2}", str(rank), "4"] for rank in range(4)]
+    assert [words[1] == "none" for words in said] == [True, True, False, False]  # a process here, a step there
+    assert [words[4:] for words in said[2:]] == [[gpus, "2"]] * 2
 
 
 def no_ssh(tmp_path: Path) -> Path:

@@ -103,14 +103,21 @@ CONTAINERS: dict[str, tuple[dict[str, str], int | None]] = {
         {GROUP: "0::/a/b\n", f"{QUOTA}/a/cpu.max": "50000 100000\n", f"{QUOTA}/a/b/cpu.max": "max 1"},
         1,
     ),
+    "two threads of one core": (
+        {f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list": "0-1\n" for thread in range(2)},
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_cores_are_those_that_a_container_s_quota_leaves(tmp_path: Path, name: str) -> None:
+def test_cores_are_those_that_a_container_s_quota_leaves(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads respect a container's CPU quota."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     files, cores = CONTAINERS[name]
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert usable_cores(str(tmp_path)) == (cores or len(os.sched_getaffinity(0)))
+    assert usable_cores(str(tmp_path)) == (cores or 2)

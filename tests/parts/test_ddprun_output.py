@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.requests import new_folder
 
 
 class Shown(Terminal):
@@ -16,6 +18,7 @@ class Shown(Terminal):
 
     def __init__(self, folder: Path, shown: frozenset[int] | None = frozenset({0})) -> None:
         self.said = {"o": b"", "e": b""}
+        (folder / "logs").mkdir()
         self.output = Output(folder / "logs", shown, True, self)
 
     def write(self, stream: str, data: bytes) -> None:
@@ -109,3 +112,12 @@ def test_a_rank_that_moves_to_another_node_has_that_node_s_name(tmp_path: Path) 
         for node in ("a", "b"):
             terminal.tell(node, 0, "o", b"line\n")
     assert terminal.said["o"] == b"[a:0] line\n[b:0] line\n"
+
+
+def test_jobs_that_start_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in containers, where each ddprun is process 1.
+    monkeypatch.setattr(time, "strftime", lambda _: "20261127-010101")
+    folders = [new_folder(tmp_path / "logs") for _ in range(6)]
+    assert len(set(folders)) == 6 and {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher import cli
+from ddp_callbacks.launcher import cli, remote
+from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node import binding
-from ddp_callbacks.launcher.node.answers import Refusal, output
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Job, describe, starts
 from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
@@ -56,6 +59,12 @@ def test_hosts_come_in_their_order_with_their_processes(tmp_path: Path) -> None:
         ("b", "me@b", False, 1, "2", "/b/python", "/c"),
         ("here", "here", True, 2, "", "/p", "/there"),
     ]
+    hosts.write_text("\ufeffa\r\na\r\nb\r\n")  # a line for each slot, as in PBS_NODEFILE; of an editor of Windows
+    assert [(node.host, node.processes) for node in plan("--hostfile", str(hosts), "t.py").nodes] == [
+        ("a", "2"),
+        ("b", "1"),
+    ]
+    assert plan("--chdir", "sub", "t.py").nodes[0].cwd == f"{os.getcwd()}/sub"
     assert [node.processes for node in plan("-H", "a:4,b", "--nproc-per-node", "3", "x.py").nodes] == ["3", "3"]
 
 
@@ -184,6 +193,50 @@ def test_in_slurm_srun_reaches_the_nodes(tmp_path: Path, monkeypatch: pytest.Mon
     for flags in ([], ["--rsh", "srun"]):
         assert plan(*flags, "t.py", environ=job).nodes[1].rsh == words
     assert plan("-H", "a,b", "t.py", environ=job).nodes[1].rsh is None
+    shows = "Nodes=a CPU_IDs=0-3 Mem=0 GRES=gpu:a100:3(IDX:0-2)\n Nodes=b CPU_IDs=0-3 Mem=0 GRES=gpu:2(IDX:0-1)"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '   JOB_GRES=gpu:5\n {shows}'\n")
+    scontrol.chmod(0o755)
+    made = plan("t.py", environ=job | {"SLURM_GPUS_PER_TASK": "1"})
+    asked = [word for node in made.nodes for word in node.rsh or () if "gpus" in word]
+    assert asked == ["--gpus-per-node=3", "--gpus-per-node=2"]
+
+
+def test_srun_takes_no_flag_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CONF": "/c", "SLURM_JWT": "s", "WANDB_MODE": "off"}
+    flags = ("SLURM_LABELIO", "SLURM_STDOUTMODE", "SRUN_CPUS_PER_TASK", "SLURM_EXPORT_ENV", "SLURM_GPU_BIND")
+    for name, value in (kept | dict.fromkeys(flags, "1")).items():
+        monkeypatch.setenv(name, value)
+    node = NodePlan("b", rsh=("/opt/slurm/bin/srun", "-w", "b"))
+    given = {name: value for name, value in remote.environ_to(node).items() if name in (*kept, *flags)}
+    assert given == kept
+    assert remote.environ_to(replace(node, is_here=True)).keys() >= {*flags}
+    made = plan("t.py", environ={"SLURM_CPUS_PER_TASK": "4"})
+    assert made.forwarded == {"SLURM_CPUS_PER_TASK": "4"}  # which scripts read
+
+
+UNREAD = {
+    "PE_HOSTFILE": "n1.cluster 4 all.q@n1 UNDEFINED\nn2.cluster 2 all.q@n2 UNDEFINED\n",
+    "OAR_NODEFILE": "n1.cluster\nn1.cluster\nn2.cluster\n",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_jobs_of_schedulers_that_are_not_read_do_not_start_on_one_host(tmp_path: Path, name: str) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text(UNREAD[name])
+    with pytest.raises(
+        ConfigurationError, match=rf"^{name}=.*: this scheduler's jobs are not read\. .* -H n1.cluster,n2.cluster\."
+    ):
+        plan("t.py", environ={name: str(nodes)})
+    assert len(plan("-H", "a,b", "t.py", environ={name: str(nodes)}).nodes) == 2
+    nodes.write_text(UNREAD[name].partition("\n")[0])
+    assert len(plan("t.py", environ={name: str(nodes)}).nodes) == 1
+
+
+def test_a_heterogeneous_job_is_named_not_half_started() -> None:
+    with pytest.raises(ConfigurationError, match=r"^SLURM_HET_SIZE=2: .* srun --het-group=0,1 python train\.py; or"):
+        plan("t.py", environ={"SLURM_JOB_NODELIST": "a", "SLURM_HET_SIZE": "2"})
 
 
 def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +259,30 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_set_up_that_does_not_end_is_named() -> None:
-    with pytest.raises(Refusal, match=r"bash -lc read x < /dev/zero && .* took longer than 0\.1 s"):
-        output(NodePlan("h", setup="read x < /dev/zero").words("true"), 0.1)
+    async def start() -> None:
+        node = Connection(replace(plan("t.py").nodes[0], setup="until false; do :; done"), Shared(10.0, 0.5))
+        try:
+            await node.greet()
+        finally:
+            await node.close(0)
+
+    with pytest.raises(NodeProblem, match=r"no answer within 0\.5 s\. Does --setup wait for something\?"):
+        asyncio.run(start())
+
+
+def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/it's here")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$LD_LIBRARY_PATH"\n')
+    python.chmod(0o755)
+    for setup in ("", "true  # mine"):
+        with subprocess.Popen(["env", "-i", SHELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+            assert shell.stdin is not None and shell.stdout is not None
+            shell.stdin.write(remote.FIRST_LINE)
+            shell.stdin.flush()
+            assert shell.stdout.readline() == remote.READY + b"\n"
+            said, _ = shell.communicate(remote.opening(NodePlan("h", python=str(python), cwd="/", setup=setup)))
+        assert said == b"/it's here\n"
 
 
 @pytest.mark.parametrize(
@@ -293,3 +368,17 @@ def test_ddprun_under_a_launcher_is_refused(
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert re.search(f"ddprun: ddprun was started {says}", capsys.readouterr().err)
+
+
+def test_the_shell_that_srun_opens_is_none_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+    for name, value in (step | {"SLURM_STEP_NODELIST": "a,b", "SLURM_PTY_PORT": "39311"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["ddprun", "--dry-run", "train.py"])
+    for has_terminal, code in ((True, 0), (False, 2)):
+        monkeypatch.setattr(os, "isatty", lambda _, answer=has_terminal: answer)
+        with pytest.raises(SystemExit, match=str(code)):
+            cli.main()
+    assert "as rank 0 of 4. Start it once" in capsys.readouterr().err

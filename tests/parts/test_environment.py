@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_the_variables_of_mpi_and_slurm_give_the_place_in_the_world(
         {"FLUX_TASK_RANK": "1"},
         {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"},
     ],
 )
 def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ: dict[str, str]) -> None:
@@ -112,6 +114,22 @@ def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ:
     for part in (f"{name}={value} means", f"RANK=${name}", "single process: RANK=0 WORLD_SIZE=1"):
         assert part in str(caught.value)
     assert worker_env(environ={**environ, "RANK": "0", "WORLD_SIZE": "1"}) == WorkerEnv()
+
+
+@pytest.mark.parametrize(
+    ("name", "several", "one"),
+    [
+        ("PET_NNODES", ["2", "1:4"], ["1", "1:1", ""]),
+        ("SM_HOSTS", ['["algo-1","algo-2"]'], ['["algo-1"]']),
+    ],
+)
+def test_nodes_of_a_platform_do_not_train_alone_in_silence(name: str, several: list[str], one: list[str]) -> None:
+    for value in several:
+        with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(value)} means .* Start it by torchrun, or"):
+            worker_env(environ={name: value})
+        assert worker_env(environ={name: value, **TORCHRUN}).world_size == 8
+    for value in one:
+        assert worker_env(environ={name: value}) == WorkerEnv()
 
 
 # Whether the processes are on several hosts, and how many are on this one.
