@@ -90,7 +90,8 @@ class Resume(ResumeOptions, DistributedCallback):
             require_same(self.saved.about, about, savers.path)
             if self.rank == 0:
                 epochs, own = len(self.saved.shared["history"]), self.saved.local_states(0, self.world_size).mine
-                say(f"resumes from {savers.path}, after {epochs} epochs and {own['batches'] or 0} batches")
+                after = f"batch {own['batches']} of epoch {epochs + 1}" if own["batches"] else f"epoch {epochs}"
+                say(f"resumes from {savers.path}, after {after}")
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"

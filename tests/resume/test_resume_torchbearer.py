@@ -271,7 +271,9 @@ class Dies(Callback):  # type: ignore[misc]
             raise KeyError("a crash")
 
 
-def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(tmp_path: Path) -> None:
+def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A killed Trial resumes from its last file."""
 
     def train_in(name: str, *more: Any) -> Any:
@@ -286,9 +288,11 @@ def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(t
     expected = train_in("whole")
     with pytest.raises(KeyError, match="a crash"):
         train_in("died", Dies())
+    caplog.set_level("INFO")
     assert position_in(tmp_path / "died" / RUN) == (1, 3)
     assert position_in(tmp_path / "died" / "1.previous.pt") == (0, 4)
     assert_equal(train_in("died", Callback()), expected, relative=0.0)
+    assert any(text.endswith(f"{RUN}, after batch 3 of epoch 2") for text in caplog.messages)
     assert len(expected["csv"].splitlines()) == 1 + 3 * (5 + 1)
 
 
