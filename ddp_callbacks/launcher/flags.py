@@ -126,7 +126,7 @@ OUTPUT = (
 )
 _PROCESSES_HELP = "processes on each node: a number, auto, cpu, gpu or xpu (default: one per GPU or CPU socket)"
 TORCHRUN = (
-    Flag("--nnodes", "number of nodes, or MIN:MAX for an elastic job", "N", "", _NODES),
+    Flag("--nnodes", "number of nodes; MIN:MAX: so few are enough", "N", "", _NODES),
     Flag("--nproc-per-node", _PROCESSES_HELP, "N", "", _PROCESSES, usual=True),
     Flag("--max-restarts", "restart all up to this many times after a failure", "N", 0, _COUNT, usual=True),
     Flag("--monitor-interval", "has no effect: ddprun notices every end at once", "SECONDS", 0.1, float),

@@ -52,7 +52,7 @@ class Launch:
         is_forced: Whether a second signal has ended the job at once.
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
-        restarts: How often the ranks have been restarted, for any reason.
+        restarts: How often the ranks have been restarted.
         nodes: The nodes in rank order; after :meth:`connect`, those that were reached.
     """
 

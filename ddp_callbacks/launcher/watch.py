@@ -35,7 +35,6 @@ class Watch:
         self._ranks: dict[int, End] = {}  # the ranks that have started
         self._members = Members(self._running)
         self._lost: list[End] = []  # lost nodes, and nodes with a problem
-        self._failures = 0  # number of failures after which all ranks were restarted
         self._end_at: float | None = None  # when the job ends after a failure
         self._begin_at: float | None = None  # latest time of a restart, while preempted ranks write checkpoints
         self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
@@ -120,11 +119,8 @@ class Watch:
         await self._note(f"{name}: {which}, {each}{where}{self._which_start()}")
 
     def _which_start(self) -> str:
-        if not self._launch.restarts:
-            return ""
-        # Restarts after a lost node are not counted.
-        counted = f" of {self._job.max_restarts}" if self._failures == self._launch.restarts else ""
-        return f", restart {self._launch.restarts}{counted}"
+        number = self._launch.restarts
+        return f", restart {number} of {self._job.max_restarts}" if number else ""
 
     async def _on_ended(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
@@ -262,8 +258,10 @@ class Watch:
 
     def _can_restart(self) -> bool:
         """Whether a rank has failed or was preempted, and a restart is left and allowed."""
-        has_failed = any(rank.code for rank in self._ranks.values())
-        return has_failed and self._failures < self._job.max_restarts and not self._launch.is_ending
+        return any(rank.code for rank in self._ranks.values()) and self._is_restart_left()
+
+    def _is_restart_left(self) -> bool:
+        return self._launch.restarts < self._job.max_restarts and not self._launch.is_ending
 
     def _restart_when_written(self) -> None:
         """After a preemption, restart once all ranks have written and ended, or their time is over."""
@@ -273,8 +271,8 @@ class Watch:
             self._begin_at = None
             self._begin_restart()
 
-    def _begin_restart(self, counts: bool = True) -> None:
-        self._failures += counts
+    def _begin_restart(self) -> None:
+        self._launch.restarts += 1
         self._restart = asyncio.create_task(self._end_and_start_again())
 
     async def _end_and_start_again(self) -> None:
@@ -296,7 +294,6 @@ class Watch:
             return
         self._ranks.clear()
         self._members = Members(nodes)
-        self._launch.restarts += 1
         self._launch.start(nodes)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
@@ -310,8 +307,7 @@ class Watch:
             await self._lose([self._end_of(name, reason), *ends], f"{name}: {reason}")
             return
         is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
-        can_restart = self._job.min_nodes < len(self._job.nodes) and not self._job.keep_going
-        if is_needed or self._launch.is_ending or not can_restart:
+        if is_needed or self._launch.is_ending or (self._restart is None and not self._is_restart_left()):
             if not any(rank.node == name and rank.code for rank in self._ends_of_members()):
                 self._fail(name, reason)
             self._launch.end()
@@ -319,7 +315,7 @@ class Watch:
         self._forget(name)
         await self._note(f"{name}: {reason}; continuing without it")
         if self._restart is None or self._restart.done():
-            self._begin_restart(counts=False)
+            self._begin_restart()
 
     def _where(self, ranks: Iterable[End]) -> list[str]:
         """Return where these ranks are, or were when they were ended."""
