@@ -5,8 +5,9 @@
     before any node is contacted: what the user wants
         cli          the console script
         options      the command line; flags: all its flags, also those that it shares with torchrun
+        meant        what is no command line of ours, and what was meant
         hosts        which nodes, and how many processes on each: from -H or a host file
-        plan         the job: what runs where, with which variables
+        job          the settings; plan: what runs where, with which variables
     on this machine, while the job runs: one asyncio event loop
         run          one job after the other; batch_job: the Slurm or PBS job around it, its end and its next start
         connection   one node: messages and answers; remote: the command that reaches it, and why that failed

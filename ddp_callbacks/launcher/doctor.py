@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import Launch, ask_all
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.same import differences, remedy
 from ddp_callbacks.launcher.watch import Watch
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.options import nodes_of
-from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.requests import JOINED, ask
 
 _TIMEOUT = 120.0  # seconds for the job to reach the nodes
@@ -26,7 +26,7 @@ def plans_to_add(job: Job, hosts: str, nodes: int) -> Sequence[NodePlan]:
     Raises:
         ConfigurationError: A host is invalid, or there would be too many.
     """
-    found = nodes_of(job.changed(hosts=hosts, hostfile=None, nproc_per_node=""), os.environ)
+    found = nodes_of(job.changed(hosts=[hosts], hostfile=None, nproc_per_node=""), os.environ)
     most = job.nnodes.partition(":")[2]
     if most and nodes + len(found) > int(most):
         raise ConfigurationError(f"--nnodes allows {most} nodes, and the job has {nodes} by now.")

@@ -14,8 +14,9 @@ from typing import Any
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
 from ddp_callbacks.launcher.connection import ANSWER_TIMEOUT, Connection, Event, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.output import next_input, terminal_size
-from ddp_callbacks.launcher.plan import Job, starts
+from ddp_callbacks.launcher.plan import starts
 from ddp_callbacks.launcher.same import differences
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this

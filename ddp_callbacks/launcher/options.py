@@ -20,8 +20,8 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.meant import refuse_script
-from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import addresses_of, is_loopback, own_addresses
 from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
@@ -125,7 +125,6 @@ def parse_options(
     if job.script is not None:
         refuse_script(job.command)
     _refuse_contradictions(job, environ)
-    job.hosts = ",".join(job.hosts) if job.hosts else None
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
     choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
@@ -203,7 +202,7 @@ def _absolute(path: str, environ: Mapping[str, str]) -> str:
 def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
     """Return the hosts from ``-H``, a host file, or the scheduler's job; none if the job is to run here."""
     if job.hosts is not None:
-        return parse_hosts(job.hosts)
+        return parse_hosts(",".join(job.hosts))
     if job.hostfile is not None:
         return read_hostfile(job.hostfile)
     found = hosts_of_job(environ)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.requests import RUNS, STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
 

@@ -22,9 +22,10 @@ from ddp_callbacks.launcher import cli, remote
 from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.node import binding
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
-from ddp_callbacks.launcher.plan import Job, describe, starts
+from ddp_callbacks.launcher.plan import describe, starts
 from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
 from ddp_callbacks.network import own_addresses
 
