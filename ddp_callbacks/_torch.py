@@ -166,7 +166,6 @@ def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
 def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader with workers of its own. It keeps the user's class and options."""
     copied = copy.copy(loader)
-    note_workers(copied, has_persistent_workers(loader))
     copied._iterator = None
     return copied
 
@@ -179,17 +178,11 @@ def override(loader: DataLoader[Any], **attributes: Any) -> None:
 def forget_workers(loader: DataLoader[Any]) -> None:
     """Make a loader with ``persistent_workers`` start new workers for its next pass."""
     loader._iterator = None
-    note_workers(loader, False)
 
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
-    """Whether workers of an earlier pass, of the loader or a copy, wait for the next, which then draws no seed."""
-    return loader.persistent_workers and (loader._iterator is not None or getattr(loader, "ddp_callbacks_waits", False))
-
-
-def note_workers(loader: DataLoader[Any], has_some: bool) -> None:
-    """Note whether a loader's copy has persistent workers, or those of the loader would wait for a pass of the copy."""
-    override(loader, ddp_callbacks_waits=has_some)
+    """Whether workers of an earlier pass wait for the next pass, which then draws no seed for them."""
+    return loader.persistent_workers and loader._iterator is not None
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:

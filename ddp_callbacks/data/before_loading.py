@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
+from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
@@ -41,7 +41,6 @@ class Part(Source):
         self.sampler: Any = loader.batch_sampler or loader.sampler
         objects = {"loader": loader} | objects_of_order(sampler=self.sampler)
         super().__init__(copied_loader(loader), objects, divider, group)
-        self._of_user = loader
         self.has_batches = loader.batch_sampler is not None or isinstance(self.sampler, BatchSampler)
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
@@ -81,7 +80,6 @@ class Part(Source):
         self._begun = Pass(self, self._order, limit, start)
         with spared_workers(self.loader):
             batches = iter(self.loader)
-        note_workers(self._of_user, has_persistent_workers(self.loader))
         if start and start.position and start.position["drawn"]:
             self._order.begin()
         return ShardedIterator(self, self._begun, batches, batches, shares)

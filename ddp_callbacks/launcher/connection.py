@@ -134,7 +134,7 @@ class Connection(asyncio.SubprocessProtocol):
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
         self._question += 1
-        self.tell(do, number=self._question, **values)
+        self.tell(do, question=self._question, **values)
         return await self._answer(timeout)
 
     async def _answer(self, timeout: float | None = None) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class Connection(asyncio.SubprocessProtocol):
 
     def _take(self, do: str, **values: Any) -> None:
         if do == "answer":
-            if values.pop("number") == self._question:
+            if values.pop("question") == self._question:
                 self._answers.put_nowait(values)
         elif do != "beat":
             self.put(do, **values)

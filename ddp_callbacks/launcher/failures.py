@@ -17,7 +17,9 @@ _LONGEST = 4000  # maximum length of a reason
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
-_BROKEN = re.compile(r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError")
+_BROKEN = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError|gloo/transport/"
+)
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
 _UNWRITTEN = re.compile("unexpected pos|iostream error")  # torch's words for a write that failed
@@ -254,8 +256,11 @@ def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     if first.rank is None:
         return f"{first}: {reason}"
     if first.code and not (is_named and first.is_ours):
-        all_have = ", like every rank," if "MismatchError" in reason.partition(":")[0] else ""
-        return f"{first}{all_have} failed with exit code {first.code}: {reason}"
+        are_alike = len(ends) > 1 and all(end.printed and end.told == first.told for end in ends)
+        all_have = ", like every rank," if are_alike or "MismatchError" in reason.partition(":")[0] else ""
+        gone = [str(end) for end in ends if end.code == 0 and end.order < first.order] if first.follows else []
+        before = f". Before, {', '.join(gone)} exited with code 0" if gone else ""
+        return f"{first}{all_have} failed with exit code {first.code}: {reason}{before}"
     how = "exited with code 0" if first.code == 0 else "failed"
     if first.printed is not None:
         return f"{first} {how}: {_short(first.printed.reason)}"

@@ -168,7 +168,9 @@ _INSTEAD = {
     "write --bind numa, or --bind core": "--numa-binding",
     "select the GPU by LOCAL_RANK": "--virtual-local-rank",
     "shells complete the names of files only": "--print-completion",
-    "it counts all processes. Name those of each node: --nproc-per-node N, or -H node1:N,node2:N": "-n -np --ntasks",
+    "it counts all processes. Name those of each node: --nproc-per-node N, or -H node1:N,node2:N": (
+        "-n -np --np --nprocs --ntasks"
+    ),
     "write --nproc-per-node N, the number of processes on each node": (
         "--nproc --num-processes --num-gpus --gpus --gpus-per-node --ntasks-per-node --npernode -ppn"
     ),
@@ -180,5 +182,6 @@ _INSTEAD = {
     "write --bind core, or --bind numa": "--bind-to --map-by --cpu-bind",
     "ssh or --rsh reaches the nodes, and no MPI": "--mca --mpi --launcher --oversubscribe --allow-run-as-root",
     "name a file, which each process reads": "-c",
+    "leave it out": "--multi-gpu --use-env --config-file",
 }
 REFUSED = {flag: remedy for remedy, flags in _INSTEAD.items() for flag in flags.split()}

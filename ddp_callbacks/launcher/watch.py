@@ -277,6 +277,8 @@ class Watch:
 
     async def _end_and_start_again(self) -> None:
         """End the ranks of all nodes, then start them again."""
+        if cause := first_cause(self._ends()):
+            await self._note(f"{cause.text}; all start again")
         problems = await self._launch.halt(self._running)
         nodes = list(self._running)
         if not all(node.is_open for node in nodes):

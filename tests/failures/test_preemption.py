@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_is_named_on_all() -
             end = steps_until_a_stop(preemption), preemption.reason
             assert preemption.is_requested()  # it stays so
         assert by_rank(end) == [end] * dist.get_world_size()
-        assert end[0] > 0 and end[1].startswith(f"{name} on rank {rank} (host ")
+        assert end[0] > 0 and end[1].startswith(f"{name}, first seen on rank {rank} (host ")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -223,7 +223,7 @@ for _ in range(2):
     with asked:
         for _ in range(int(sys.argv[2])):
             os.kill(os.getpid(), signal.SIGTERM)
-        print(asked.is_requested(), asked.reason.split()[0], flush=True)
+        print(asked.is_requested(), asked.reason.split(",")[0], flush=True)
 """
 
 

@@ -867,6 +867,8 @@ def test_restarts_are_counted_by_the_job_and_the_last_failure_is_told(tmp_path: 
     done = ddprun("-H", "localhost:2", "--max-restarts", "2", script, cwd=tmp_path)
     assert (done.returncode, done.stdout.count("start")) == (1, 3), done.stderr
     assert re.findall("restart .*", done.stderr) == ["restart 1 of 2", "restart 2 of 2"]
+    why = "ddprun: rank 1 on localhost failed with exit code 1: no exception was printed; all start again\n"
+    assert done.stderr.count(why) == 2, done.stderr
 
 
 def test_a_command_that_outlives_what_it_has_started_does_not_keep_the_report_back(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -18,7 +19,15 @@ from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold
 from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
-from ddp_callbacks.launcher.node.processes import Rank, Start, adopt_orphans, memory_file, start, start_rank
+from ddp_callbacks.launcher.node.processes import (
+    Rank,
+    Start,
+    adopt_orphans,
+    descendants,
+    memory_file,
+    start,
+    start_rank,
+)
 from ddp_callbacks.launcher.node.stopped import Stopped
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
@@ -40,7 +49,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *_REQUESTS):
         # The sender also ends the lifeline, or the launcher decides. The job would inherit SIG_IGN, but no handler.
         signal.signal(number, lambda *_: None)
-    Node(read).serve()
+    try:
+        Node(read).serve()
+    except Exception:  # an error of ours: nothing of the job may stay behind
+        for pid in descendants():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 class Node:
@@ -269,7 +284,7 @@ class Node:
         self._news = memory_file("news")
         self._ending.reset()
         self._close_input()
-        self._link.tell("answer", number=self._halt)
+        self._link.tell("answer", question=self._halt)
         self._halt = None
 
     # --- the event loop -----------------------------------------------------------------------------------------------
@@ -311,13 +326,13 @@ class Node:
 
     def _hear(self) -> None:
         for message in self._link.messages():
-            do, self._question = message.pop("do"), message.pop("number", None)
+            do, self._question = message.pop("do"), message.pop("question", None)
             try:
                 answer = (ANSWERS.get(do) or getattr(self, f"do_{do}"))(**message)
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._link.tell("answer", number=self._question, **answer)
+                self._link.tell("answer", question=self._question, **answer)
 
     def _lose_launcher(self, grace: float) -> None:
         self._leaves = True
