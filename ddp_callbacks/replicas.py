@@ -34,7 +34,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BUFFERS = "the model's buffers"
 _FOLLOWS = (
     "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object). With persistent=False "
-    "each rank keeps its own without a word, and what depends on it differs from one process's numbers."
+    "each rank keeps its own, and what depends on it differs from one process's numbers."
 )
 
 

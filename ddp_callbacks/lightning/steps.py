@@ -92,7 +92,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """With local steps, train from the parameters that hooks may have replaced at the start of the epoch."""
         if batch_idx == 0:
             self._make_one()
-            self.random_state.share()  # rank 0 has drawn the order: an epoch that raises leaves all ranks behind that
+            if self._local is None:
+                self.random_state.share()  # rank 0 has drawn the order: an epoch that raises leaves all behind that
 
     def on_validation_start(self) -> None:
         """Merge the running statistics of the training so far; with local steps, average the parameters."""

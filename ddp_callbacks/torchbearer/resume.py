@@ -50,7 +50,8 @@ class Resume(ResumeOptions, DistributedCallback):
     calls = ("run",)
     saved: Saved | None = None
     """The file's content, until a run has continued from it."""
-    _has_read = False
+    has_read = False
+    """Whether a run has looked for the file."""
 
     def on_init(self, state: State) -> None:
         """Add the callbacks that know the position in the data, and the metrics. A single process needs only these."""
@@ -80,18 +81,7 @@ class Resume(ResumeOptions, DistributedCallback):
 
     def read_again(self) -> None:
         """Let the next ``run`` read what it continues from, even if an earlier one has."""
-        self._has_read = False
-
-    def read(self, savers: Savers, about: dict[str, str]) -> None:
-        """Read what a run continues from, if none has yet. A collective."""
-        if not self._has_read:
-            self.saved, self._has_read = savers.read(), True
-        if self.saved is not None:
-            require_same(self.saved.about, about, savers.path)
-            if self.rank == 0:
-                epochs, own = len(self.saved.shared["history"]), self.saved.local_states(0, self.world_size).mine
-                after = f"batch {own['batches']} of epoch {epochs + 1}" if own["batches"] else f"epoch {epochs}"
-                say(f"resumes from {savers.path}, after {after}")
+        self.has_read = False
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
@@ -119,10 +109,6 @@ class Recover(DistributedCallback):
     def around(self, inside: Callable[[], Any], call: Call) -> Any:
         """Return ``inside()``, called again if processes have died."""
         return self.recovery.call(functools.partial(super().around, inside, call), self)
-
-    def read(self, savers: Savers, _: dict[str, str]) -> None:
-        """Read what the run continues from. A collective."""
-        self.saved = savers.read()
 
     def begin_again(self) -> None:
         """Forget the call that has failed."""
@@ -158,9 +144,24 @@ def _continued(call: Call, origin: Resume | Recover, recovery: Recovery | None) 
         options.process_group = options.preemption.process_group = data.process_group
     run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, options, data.process_group)
     with savers.opened():
-        origin.read(savers, run_state.about)
+        _read(origin, savers, run_state.about)
         with _Run(callbacks, run_state, savers, origin).injected(call.trial):
             yield
+
+
+def _read(origin: Resume | Recover, savers: Savers, about: dict[str, str]) -> None:
+    """Read what a run continues from, if none has yet. A collective."""
+    if isinstance(origin, Recover):
+        origin.saved = savers.read()
+        return
+    if not origin.has_read:
+        origin.saved, origin.has_read = savers.read(), True
+    if origin.saved is not None:
+        require_same(origin.saved.about, about, savers.path)
+        if origin.rank == 0:
+            epochs, own = len(origin.saved.shared["history"]), origin.saved.local_states(0, origin.world_size).mine
+            after = f"batch {own['batches']} of epoch {epochs + 1}" if own["batches"] else f"epoch {epochs}"
+            say(f"resumes from {savers.path}, after {after}")
 
 
 class _Run(CallbackListInjection):  # type: ignore[misc]
