@@ -11,6 +11,8 @@ from typing import Any
 class Replaced:
     """A method of one object, replaced until :meth:`undo`. Copies and pickles of the object have the class's method.
 
+    Several may replace the same method, and be undone in any order.
+
     Args:
         owner: The object.
         name: The method's name.
@@ -22,19 +24,25 @@ class Replaced:
         self._name = name
         self._before = vars(owner).get(name)
         self._method = getattr(owner, name)
-        self._function = function
+        self._function: Callable[..., Any] | None = function
         functools.update_wrapper(self, self._method, updated=())  # it may be a Replaced, too
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            return self._method(*args, **kwargs)
         return self._function(self._method, *args, **kwargs)
 
     def undo(self) -> None:
-        """Give the object its original method back."""
-        if self._before is None:
+        """Give the object its original method back. Once is enough."""
+        self._function = None
+        found = vars(self._owner).get(self._name)
+        while isinstance(found, Replaced) and found._function is None:
+            found = found._before
+        if found is None:
             vars(self._owner).pop(self._name, None)
         else:
-            setattr(self._owner, self._name, self._before)
+            setattr(self._owner, self._name, found)
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)

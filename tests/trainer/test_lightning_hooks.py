@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from kit.once import once
 from kit.ranks import run_distributed
 from trainer_hooks import ACTIONS, BY_HAND, HOOKS, Cell, call_counts, cells, run_cells
 from trainers import quiet
+
+from ddp_callbacks.lightning.replacement import Replaced
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("part")]
 
@@ -120,3 +124,16 @@ def test_each_hook_of_lightning_is_called_by_a_script_of_the_table() -> None:
         counts = call_counts()
     hooks = {(kind, hook) for kind, names in HOOKS.items() for hook in names}
     assert hooks == set().union(*counts.values())
+
+
+@pytest.mark.parametrize("order", sorted({"".join(order) for order in itertools.permutations("abca")}))
+def test_a_run_that_ended_in_another_order_leaves_nothing_for_the_next_one(order: str) -> None:
+    # A process that had lost another one called a hook of the ended run, and its new peer waited elsewhere.
+    owner = SimpleNamespace(say=lambda: "")
+    replaced = {name: Replaced(owner, "say", lambda say, name=name: name + say()) for name in "abc"}
+    kept = set("abc")
+    for name in order:
+        replaced[name].undo()
+        kept.discard(name)
+        assert owner.say() == "".join(sorted(kept, reverse=True))
+    assert "say" not in vars(owner) or not isinstance(owner.say, Replaced)
