@@ -13,13 +13,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils.data import DataLoader
 
 from ddp_callbacks.versions import require_names
 
-__all__ = ["Backend", "BatchNorm", "Dropout"]
+__all__ = ["Backend", "BatchNorm", "Dropout", "OpOverload"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +94,18 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callable[..., Any]]:
     """Return the hooks that run after a gradient is accumulated, by the id of the handle that removes them."""
     return parameter._post_accumulate_grad_hooks or {}
+
+
+# --- operators that draw random numbers --------------------------------------------------------------------------
+
+
+@functools.cache
+def composite_kernel(operator: OpOverload) -> Callable[..., Any] | None:
+    """Return torch's C++ code that computes this operator from others; ``None`` if it is none of those."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+        return None
+    return functools.partial(operator._op_dk, key)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

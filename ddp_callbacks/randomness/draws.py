@@ -1,0 +1,123 @@
+"""The batches of a run, and how each draws its random numbers.
+
+===========  =============================================  ===========================================================
+way          when                                           what a batch costs
+===========  =============================================  ===========================================================
+``whole``    the first batch; from the first draw on        about a microsecond per call, more for a call that draws
+``none``     the first batch drew nothing                   a comparison of the random state
+``by_rank``  something drew that no mode sees, or on wish   setting the random state
+===========  =============================================  ===========================================================
+
+Batches with and without gradients have a way each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.randomness.generators import are_equal, default_generators, drawing_by_rank, states_of
+from ddp_callbacks.randomness.modes import DrawingCalls, DrawingOperators
+from ddp_callbacks.randomness.rows import Rows
+
+Way = Literal["whole", "none", "by_rank"]
+
+_UNSEEN = "compiled code, or code that is not Python, draws random numbers, or code sets a seed"
+_RECOMPUTES = (
+    "torch.utils.checkpoint computes forward, and draws its random numbers, again in backward. Call backward inside of "
+    "the same context as forward."
+)
+_LATE = "its first draw came late, and was the same on all processes in that batch"
+
+
+class WholeDraws:
+    """Lets the computation of each batch draw the random numbers that one process would draw.
+
+    All ranks must have the same random state before, and have the same one afterwards. It communicates nothing.
+
+    Args:
+        module: The model, for the names of its layers.
+        by_rank: Let each rank draw its own numbers instead.
+    """
+
+    def __init__(self, module: nn.Module, by_rank: bool = False) -> None:
+        self._operators = DrawingOperators(module)
+        self._calls = DrawingCalls(self._operators)
+        self._always: Way | None = "by_rank" if by_rank else None
+        self._ways: dict[bool, Way] = {}
+        self._by_program: set[str] = set()
+        self._told: set[str] = set()
+
+    def batch(self, rows: Rows | None) -> AbstractContextManager[None]:
+        """Return a context in which all draws are for the whole batch, of which this rank keeps its rows.
+
+        Run forward and loss inside. Run backward inside as well if it computes forward again, as checkpointing does.
+
+        Args:
+            rows: This rank's part of the batch. ``None``: unknown; each rank then draws its own numbers.
+
+        Raises:
+            ConfigurationError: From the end of the context: a backward outside would compute forward again.
+        """
+        if rows is not None and rows.is_whole:
+            return nullcontext()
+        has_gradients = torch.is_grad_enabled()
+        way = self._always or self._ways.get(has_gradients, "whole")
+        if rows is None or way == "by_rank":
+            return drawing_by_rank(default_generators(), 0 if rows is None else rows.start)
+        return self._watched(has_gradients) if way == "none" else self._whole(rows, has_gradients)
+
+    @contextmanager
+    def _whole(self, rows: Rows, has_gradients: bool) -> Iterator[None]:
+        operators = self._operators
+        operators.begin(rows)
+        before = None if has_gradients in self._ways else states_of(default_generators())
+        operators.expected = before
+        with self._calls:
+            yield
+        if operators.recomputes:
+            raise ConfigurationError(_RECOMPUTES)
+        if before is not None:
+            operators.compare()
+            operators.expected = None
+            self._ways[has_gradients] = self._way_after(before)
+
+    def _way_after(self, before: list[torch.Tensor]) -> Way:
+        """Return how later batches draw, after one that began with these states."""
+        if are_equal(before, states_of(default_generators())):
+            return "none"
+        if self._operators.is_unseen:
+            self._by_program.add(_UNSEEN)
+        return "whole" if self._operators.draws else "by_rank"
+
+    @contextmanager
+    def _watched(self, has_gradients: bool) -> Iterator[None]:
+        generators = default_generators()
+        before = states_of(generators)
+        yield
+        if not are_equal(before, states_of(generators)):
+            del self._ways[has_gradients]
+            self._by_program.add(_LATE)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)  # ranks may have drawn unequal amounts
+            with drawing_by_rank(generators, 0):
+                pass
+
+    def warn(self) -> None:
+        """Warn of layers whose draws may not be those of one process, once for each. Call it after some batches."""
+        reasons = self._operators.dims.doubts() | self._operators.refusals
+        lines = [f"{layer}: {reason}" for layer, reason in reasons.items()] + sorted(self._by_program)
+        new = [line for line in lines if line not in self._told]
+        self._told.update(new)
+        if new:
+            warnings.warn(
+                "Some random numbers may not be those of one process. " + "; ".join(new) + ".",
+                UserWarning,
+                stacklevel=2,
+            )

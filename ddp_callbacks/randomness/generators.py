@@ -1,0 +1,54 @@
+"""States of torch's generators: the default one, and that of the current GPU if the process uses CUDA."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_SEEDS = 1 << 62
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return torch's generators that operators draw from unless they are given one."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+def default_generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator that operators on this device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def states_of(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    """Return a copy of each generator's state."""
+    return [generator.get_state() for generator in generators]
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether two lists of states are equal."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@contextmanager
+def drawing_by_rank(generators: list[torch.Generator], start: int) -> Iterator[None]:
+    """Inside, draw what differs between the ranks; outside, each generator advances by one draw on all ranks.
+
+    Args:
+        start: The position of this rank's rows; it tells the ranks apart.
+    """
+    with ExitStack() as stack:
+        for generator in generators:
+            seed = torch.randint(_SEEDS, (1,), generator=generator, device=generator.device).item()
+            stack.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(_mixed(int(seed), start))
+        yield
+
+
+def _mixed(seed: int, start: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}|{start}".encode(), digest_size=8).digest(), "big") >> 1

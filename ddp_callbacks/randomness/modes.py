@@ -1,0 +1,187 @@
+"""Find what draws random numbers inside of a batch's computation.
+
+A torch function mode sees each call of torch's Python interface, at about a microsecond. Around a call that may draw, a
+dispatch mode sees each operator, also those inside of torch's C++, such as a GRU's dropout.
+
+[Note: compiled code]
+``torch.compile`` runs without compilation inside of a dispatch mode, so there is none around its calls. It would trace
+the function mode, which then does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ddp_callbacks._torch import composite_kernel
+from ddp_callbacks.randomness.dimension import BatchDims, DrawByRankError
+from ddp_callbacks.randomness.dropout import dropout, is_simple
+from ddp_callbacks.randomness.generators import (
+    are_equal,
+    default_generator_of,
+    default_generators,
+    drawing_by_rank,
+    states_of,
+)
+from ddp_callbacks.randomness.operators import Kind, argument_names, draws, kind_of, may_draw
+from ddp_callbacks.randomness.rows import Rows
+from ddp_callbacks.randomness.whole import draw_whole, drawn_shape
+
+_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_CHECKPOINTING = checkpoint.__code__.co_filename
+_PERMUTED = "it permutes the batch, and this process has its rows only"
+_UNKNOWN = "how many numbers {} draws depends on rows of other processes"
+
+
+class DrawingCalls(TorchFunctionMode):
+    """Inside, calls that draw random numbers draw for the whole batch.
+
+    Args:
+        operators: Draws for the whole batch.
+    """
+
+    def __init__(self, operators: DrawingOperators) -> None:
+        super().__init__()
+        self._operators = operators
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            return self._operators.backward(func, args, kwargs)
+        return self._operators.call(func, args, kwargs) if may_draw(func) else func(*args, **kwargs)
+
+
+class DrawingOperators(TorchDispatchMode):
+    """Inside, operators that draw random numbers draw for the whole batch and keep this rank's rows.
+
+    Attributes:
+        rows: This rank's part of the batch.
+        draws: The number of draws from the default generators since the batch began.
+        expected: The states of the default generators after the last draw, while changes by other code are looked for.
+        is_unseen: Whether other code has changed them, as compiled code does.
+        recomputes: Whether a backward will compute again what has drawn (``torch.utils.checkpoint``).
+        refusals: Why a layer draws by rank, by its name.
+        dims: Which dimensions hold the batch.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.rows = Rows(0, 0, 0)
+        self.draws = 0
+        self.expected: list[torch.Tensor] | None = None
+        self.is_unseen = False
+        self.recomputes = False
+        self.refusals: dict[str, str] = {}
+        self.dims = BatchDims()
+        self._module = module
+        self._place: Hashable = None
+        self._drawn = 0  # number of draws at this place
+        self._layer: Any = None
+        self._counts: dict[Hashable, int] = {}
+
+    def begin(self, rows: Rows) -> None:
+        """Draw for a batch of which this rank has these rows."""
+        self.rows, self.draws, self.recomputes = rows, 0, False
+        self._counts.clear()
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that may draw."""
+        self.compare()
+        try:
+            return self._call(function, args, kwargs)
+        finally:
+            if self.expected is not None:
+                self.expected = states_of(default_generators())
+
+    def compare(self) -> None:
+        """Note whether the random state has changed since the last draw."""
+        if self.expected is not None:
+            self.is_unseen = self.is_unseen or not are_equal(self.expected, states_of(default_generators()))
+
+    def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if args and isinstance(args[0], nn.Parameter):
+            self.draws += 1
+            return function(*args, **kwargs)  # not a draw for the batch
+        self._layer, stack, is_recomputed = _caller()
+        self.recomputes = self.recomputes or is_recomputed
+        self._counts[stack] = self._counts.get(stack, 0) + 1
+        self._place, self._drawn = (stack, self._counts[stack]), 0
+        if function is nn.functional.dropout and is_simple(*args, **kwargs):
+            return dropout(self._draw_bernoulli, *args, **kwargs)
+        with self:
+            return function(*args, **kwargs)
+
+    def _draw_bernoulli(self, mask: torch.Tensor, probability: float) -> None:
+        self._draw(torch.ops.aten.bernoulli_.float, "filled", {"self": mask, "p": probability})
+
+    def backward(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that runs a backward; a checkpointed forward draws again inside."""
+        if not self.recomputes:
+            return function(*args, **kwargs)
+        self.recomputes = False
+        self._layer, self._place, self._drawn = None, "backward", 0
+        with self:
+            return function(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func):
+            return func(*args, **kwargs)
+        if (composite := composite_kernel(func)) is not None:  # in inference mode, torch's C++ calls no parts before
+            with self:
+                return composite(*args, **kwargs)
+        arguments = dict(zip(argument_names(func), args, strict=False)) | kwargs
+        kind = kind_of(func, arguments)
+        if kind == "nothing":
+            return func(*args, **kwargs)
+        try:
+            return self._draw(func, kind, arguments)
+        except DrawByRankError as error:
+            self.refusals.setdefault(self._name(), str(error))
+            generator = arguments.get("generator") or default_generator_of(_device_of(arguments))
+            with drawing_by_rank([generator], self.rows.start):
+                return func(*args, **kwargs)
+
+    def _draw(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
+        shape = [arguments["n"]] if kind == "permuted" else drawn_shape(operator, arguments)
+        self._drawn += 1
+        self.draws += arguments.get("generator") is None
+        at = None if not shape else self.dims.find((self._place, self._drawn), self._name, shape, self.rows)
+        if at is None:
+            return operator(**arguments)
+        if kind != "filled":
+            raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(operator._schema.name))
+        return draw_whole(operator, arguments, at, self.rows)
+
+    def _name(self) -> str:
+        """Return the name of the layer that draws."""
+        names = (name for name, layer in self._module.named_modules() if layer is self._layer)
+        return next(names, "") or type(self._module if self._layer is None else self._layer).__name__
+
+
+def _caller() -> tuple[Any, int, bool]:
+    """Return the layer that calls, a hash of all calls that led there, and whether backward will repeat them."""
+    frame, layer, stack, is_recomputed = sys._getframe(2), None, [], False
+    while frame is not None:
+        code = frame.f_code
+        stack.append((code, frame.f_lasti))
+        is_recomputed = is_recomputed or code.co_filename == _CHECKPOINTING
+        if layer is None and code.co_varnames[:1] == ("self",):
+            own = frame.f_locals.get("self")
+            layer = own if isinstance(own, nn.Module) else None
+        frame = frame.f_back
+    return layer, hash(tuple(stack)), is_recomputed
+
+
+def _device_of(arguments: Mapping[str, Any]) -> torch.device:
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device(arguments.get("device") or "cpu")

@@ -1,0 +1,47 @@
+"""Which rows of the whole batch a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Rows(NamedTuple):
+    """The rows of the whole batch that this rank computes.
+
+    Attributes:
+        start: Number of samples before them.
+        samples: Number of samples of this rank's part, padding included.
+        total: Number of samples of the whole batch.
+    """
+
+    start: int
+    samples: int
+    total: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole batch, so that its draws are those of one process anyway."""
+        return self.samples in (0, self.total)
+
+
+class BatchDim(NamedTuple):
+    """Which dimension of a shape holds the batch.
+
+    Attributes:
+        dim: The dimension.
+        per_sample: How many of its entries one sample has, as an attention's heads.
+    """
+
+    dim: int
+    per_sample: int
+
+    def whole(self, shape: Sequence[int], rows: Rows) -> list[int]:
+        """Return a part's shape with the samples of the whole batch."""
+        return [*shape[: self.dim], rows.total * self.per_sample, *shape[self.dim + 1 :]]
+
+    def rows_of(self, whole: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return a view of this rank's rows."""
+        return whole.narrow(self.dim, rows.start * self.per_sample, rows.samples * self.per_sample)

@@ -1,0 +1,94 @@
+"""Draw for the whole batch, and keep the rows of this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddp_callbacks._torch import OpOverload
+from ddp_callbacks.randomness import bernoulli
+from ddp_callbacks.randomness.operators import base_name, written
+from ddp_callbacks.randomness.rows import BatchDim, Rows
+
+_BERNOULLI = torch.ops.aten.bernoulli_.float
+
+
+def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the shape for which the operator draws; ``None`` if it has none."""
+    if "size" in arguments:
+        return list(arguments["size"])
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    if base_name(operator) == "normal" and len(tensors) > 1:  # of means and standard deviations
+        return list(torch.broadcast_shapes(*(each.shape for each in tensors[:2])))
+    return list(tensors[0].shape) if tensors else None
+
+
+def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim, rows: Rows) -> Any:
+    """Call the operator for all samples of the batch, and return this rank's rows of what it returns.
+
+    Args:
+        arguments: The operator's arguments by name.
+        at: The dimension of the batch in the shape for which it draws.
+    """
+    if operator is _BERNOULLI and bernoulli.is_drawn_from_bits(arguments["self"], at):
+        bernoulli.fill(arguments["self"], arguments.get("p", 0.5), at, rows, arguments.get("generator"))
+        return arguments["self"]
+    shape = drawn_shape(operator, arguments)
+    assert shape is not None
+    target = written(operator)
+    is_overwritten = target == "self" or base_name(operator).endswith("_like")
+    whole: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name == "size":
+            whole[name] = at.whole(shape, rows)
+        elif isinstance(value, torch.Tensor):
+            is_empty = name == target or (name == "self" and is_overwritten)
+            whole[name] = _whole_of(value, shape, at, rows, is_empty)
+        else:
+            whole[name] = value
+    drawn = operator(**whole)
+    if target is not None:
+        return arguments[target].copy_(at.rows_of(drawn, rows))
+    if isinstance(drawn, tuple):
+        return tuple(at.rows_of(each, rows).clone() for each in drawn)
+    return at.rows_of(drawn, rows).clone()
+
+
+def _whole_of(part: torch.Tensor, shape: Sequence[int], at: BatchDim, rows: Rows, is_empty: bool) -> torch.Tensor:
+    """Return a tensor for the whole batch with this part in its rows; rows of other ranks repeat the part's first.
+
+    A tensor without the batch, which is broadcast, is returned as it is.
+    """
+    dim = at.dim - (len(shape) - part.dim())
+    if dim < 0 or part.shape[dim] != shape[at.dim]:
+        return part
+    at = BatchDim(dim, at.per_sample)
+    whole = _empty_like(part, dim, at.whole(part.shape, rows))
+    if not is_empty:
+        whole.copy_(part.narrow(dim, 0, 1).expand_as(whole))
+        at.rows_of(whole, rows).copy_(part)
+    return whole
+
+
+def _empty_like(part: torch.Tensor, dim: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of another size in ``dim``, with the part's memory layout: operators fill in its order.
+
+    A part with gaps between its elements gets gaps, because operators draw another way for those. Of two dimensions
+    with one stride, that of size 1 is the inner one.
+    """
+    order = sorted(range(part.dim()), key=lambda each: (-part.stride(each), part.shape[each] == 1, each))
+    options: Any = {"dtype": part.dtype, "device": part.device}
+    if _is_dense(part, order, dim):
+        return torch.empty_permuted(shape, order, **options)
+    return torch.empty_permuted([*shape, 2], [*order, part.dim()], **options)[..., 0]
+
+
+def _is_dense(part: torch.Tensor, order: Sequence[int], batch_dim: int) -> bool:
+    expected = 1
+    for dim in reversed(order):
+        if part.stride(dim) != expected and (part.shape[dim] != 1 or dim == batch_dim):
+            return False
+        expected *= part.shape[dim]
+    return True

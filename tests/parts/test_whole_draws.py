@@ -1,0 +1,324 @@
+"""What a step draws for a batch is drawn for the whole batch, by parts in one process: the ranks' rows are one's."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.randomness import Rows, WholeDraws
+
+TOTAL, LENGTH, WIDTH = 9, 7, 8
+PARTS = [(0, 5, 9), (0, 3, 6, 9), (0, 1, 5, 9), (0, 2, 4, 6, 8, 9)]
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layers(nn.Module):
+    """A model of layers that draw, batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"batch_first": True, "dtype": torch.float64}
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, **options)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 16, dropout=0.2, **options)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, **options)
+        self.gru = nn.GRU(WIDTH, WIDTH, 3, dropout=0.3, bidirectional=True, **options)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3, dtype=torch.float64)
+        self.rnn = nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x) + self.decoder(x, x) + self.gru(x)[0][..., :WIDTH] + self.rnn(x)[0]
+        h = h + self.lstm(x.transpose(0, 1))[0].transpose(0, 1)
+        return h + self.attention(h, h, h)[0] + self.attention(h, h, h, need_weights=False)[0]
+
+
+def stochastic_depth(x: torch.Tensor) -> torch.Tensor:
+    return x * (torch.rand(len(x), 1, 1, dtype=x.dtype) > 0.3)
+
+
+def into_a_view(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.zeros(len(x), LENGTH, WIDTH, dtype=x.dtype)
+    noise[:, 2].normal_()
+    noise[..., 3].uniform_()
+    return x + noise
+
+
+def constants(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.randn(LENGTH + 4, 2, dtype=x.dtype).sum() + torch.rand(()) + torch.rand(11).sum()
+    return x * weights
+
+
+def probabilities(x: torch.Tensor) -> torch.Tensor:
+    chosen = torch.multinomial(x[:, 0].softmax(1), 3) + torch.multinomial(x[:, 1].softmax(1), 3, replacement=True)
+    mask = torch.bernoulli(x.sigmoid()) + torch.empty_like(x).bernoulli_(x.sigmoid()[:, :1])
+    return mask + chosen.sum(1)[:, None, None] + torch.normal(x, x.abs() + 1) + torch.normal(x, 0.3)
+
+
+def sizes(x: torch.Tensor) -> torch.Tensor:
+    n = len(x)
+    rows = torch.rand(n) + torch.randint(5, (n,)) + torch.randint(2, 9, (n,)) + torch.normal(0.0, 1.0, (n,))
+    out = torch.randn(n, LENGTH, WIDTH, out=torch.empty(n, LENGTH, WIDTH, dtype=x.dtype))
+    return out + rows[:, None, None] + x.new_empty(n, 1, 1).exponential_() + x.new_empty(n, 1, 1).cauchy_()
+
+
+def layouts(x: torch.Tensor) -> torch.Tensor:
+    images = x.reshape(len(x), LENGTH, 2, 4).contiguous(memory_format=torch.channels_last)
+    images = F.dropout2d(images) + F.dropout(images) + torch.randn_like(images)
+    first = F.dropout(x.transpose(0, 1).contiguous()).transpose(0, 1)
+    return images.reshape(len(x), LENGTH, WIDTH) + first + torch.rand_like(x.expand(2, *x.shape)[0])
+
+
+LEARNED = {"constants": constants, "layouts": layouts}  # a part of one sample alone tells too little of these
+STEPS: dict[str, Step] = {
+    "layers of torch": Layers(),
+    "dropouts": nn.Sequential(
+        *(
+            nn.Dropout(0.4),
+            nn.Dropout1d(0.3),
+            nn.AlphaDropout(0.2),
+            nn.FeatureAlphaDropout(0.2),
+            nn.Dropout(inplace=True),
+        )
+    ),
+    "likes": lambda x: (
+        x + torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 5) + torch.randint_like(x, 1, 3)
+    ),
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)[:, 0],
+    "samples": lambda x: torch.distributions.Normal(x, 0.1).rsample() + torch.distributions.Laplace(x, 0.1).rsample(),
+    "gumbel noise": lambda x: F.gumbel_softmax(x) + F.gumbel_softmax(x, hard=True),
+    "flattened": lambda x: F.dropout(x.flatten(0, 1), 0.3).view_as(x),
+    "stochastic depth": stochastic_depth,
+    "views": into_a_view,
+    "probabilities": probabilities,
+    "sizes": sizes,
+}
+
+
+def batch(samples: int = TOTAL) -> torch.Tensor:
+    return torch.randn(samples, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def by_parts(
+    step: Step,
+    parts: Sequence[int],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    draws: Callable[[], WholeDraws] = lambda: WholeDraws(nn.Identity()),
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the outputs of all ranks, and their random states afterwards."""
+    x, outputs, states = batch(parts[-1]), [], []
+    for start, end in itertools.pairwise(parts):
+        torch.manual_seed(5)
+        with draws().batch(Rows(start, end - start, parts[-1])), around():
+            outputs.append(step(x[start:end].clone()))
+        states.append(torch.get_rng_state())
+    return torch.cat(outputs), states
+
+
+def require_one_process(
+    step: Step, parts: Sequence[int], around: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> None:
+    torch.manual_seed(5)
+    with around():
+        whole = step(batch(parts[-1]))
+    state = torch.get_rng_state()
+    outputs, states = by_parts(step, parts, around)
+    torch.testing.assert_close(outputs, whole, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(each, state) for each in states)
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize("name", [*STEPS, *LEARNED])
+def test_parts_draw_what_the_whole_batch_draws(name: str, parts: Sequence[int]) -> None:
+    """Parts of a batch draw one process's numbers, whatever draws and however uneven they are."""
+    if name in STEPS:
+        require_one_process(STEPS[name], parts)
+    elif min(end - start for start, end in itertools.pairwise(parts)) > 1:
+        require_one_process(LEARNED[name], parts)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "around", [torch.no_grad, torch.inference_mode, Mode, FunctionMode], ids=lambda each: each.__name__
+)
+def test_contexts_of_the_program_change_no_number(around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Draws are one process's without gradients, in inference mode, and with modes of the program."""
+    require_one_process(STEPS["layers of torch"], PARTS[0], around)
+
+
+def gradient(step: Step, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+    inputs = x.requires_grad_()
+    outputs = step(inputs).pow(2)
+    for _ in range(times):
+        (outputs,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return outputs.detach()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_backward_draws_again_what_its_forward_drew(reentrant: bool) -> None:
+    """Checkpointing draws the same again."""
+    layers = STEPS["dropouts"]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        inputs = x.requires_grad_()
+        checkpoint(layers, inputs, use_reentrant=reentrant).pow(2).sum().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    require_one_process(step, PARTS[0])
+    plain = lambda x: gradient(layers, x)  # noqa: E731
+    assert torch.equal(by_parts(plain, PARTS[0])[0], by_parts(step, PARTS[0])[0])
+
+
+def test_a_backward_outside_of_its_batch_may_not_draw_again() -> None:
+    """A checkpointed forward without its backward raises an error."""
+    with (
+        pytest.raises(ConfigurationError, match="Call backward inside"),
+        WholeDraws(nn.Identity()).batch(Rows(0, 4, 9)),
+    ):
+        checkpoint(STEPS["dropouts"], batch(4).requires_grad_(), use_reentrant=False)
+
+
+def test_double_backward_and_several_forwards_keep_their_draws() -> None:
+    """Double backward and several forwards draw one process's numbers."""
+    require_one_process(
+        lambda x: gradient(lambda y: STEPS["dropouts"](y.sin()) + STEPS["samples"](y.sin()), x, 2), PARTS[1]
+    )
+
+
+class Places(nn.Module):
+    """Draws that one batch leaves in doubt: the length equals the part's samples, or the batch is not first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.noise(x)
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(x.new_ones(LENGTH, len(x), WIDTH), 0.5).transpose(0, 1) + torch.rand(12, dtype=x.dtype)[3]
+
+
+def drawn(draws: WholeDraws, step: Step, samples: int, total: int) -> torch.Tensor:
+    torch.manual_seed(5)
+    with draws.batch(Rows(0, samples, total)):
+        return step(batch(samples))
+
+
+def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> None:
+    """Batches of other sizes settle what a shape leaves open; a warning names the layers before."""
+    model = Places()
+    draws = WholeDraws(model)
+    torch.manual_seed(5)
+    whole = model(batch(9))
+    for number, samples in enumerate((4, 5, 7, 4, 1)):
+        torch.manual_seed(5)
+        with draws.batch(Rows(0, samples, 9)):
+            part = model(batch(samples))
+        if number == 0:
+            with pytest.warns(
+                UserWarning, match=r"noise: of \[12\] for 4 samples, dimension 0 was taken to hold the batch"
+            ):
+                draws.warn()
+        if number > 1:
+            torch.testing.assert_close(part, whole[:samples])
+
+
+REFUSED: dict[str, tuple[Step, str]] = {
+    "permutation": (lambda x: x + x[torch.randperm(len(x))], "it permutes the batch"),
+    "poisson": (lambda x: torch.poisson(x.abs()), "aten::poisson draws depends on rows of other processes"),
+    "rrelu": (nn.RReLU(), "aten::rrelu_with_noise"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str) -> None:
+    """What cannot be drawn for the whole batch is named, and the random states stay the same."""
+    step, message = REFUSED[name]
+    everyone = [WholeDraws(step if isinstance(step, nn.Module) else nn.Identity()) for _ in range(2)]
+    draws = iter(everyone)
+    outputs, states = by_parts(step, PARTS[0], draws=lambda: next(draws))
+    assert torch.equal(*states)
+    assert not torch.equal(outputs[:4], by_parts(step, (0, 4, 9))[0][5:])
+    with pytest.warns(UserWarning, match=message):
+        everyone[0].warn()
+
+
+def test_a_model_that_draws_nothing_is_only_watched() -> None:
+    """A late first draw is the same on all processes, says so, and later ones are one process's."""
+    draws = WholeDraws(nn.Identity())
+    drawn(draws, torch.sin, 4, 9)
+    with draws.batch(Rows(0, 4, 9)):
+        assert torch._C._len_torch_function_stack() == 0
+    drawn(draws, F.dropout, 4, 9)
+    with pytest.warns(UserWarning, match="its first draw came late"):
+        draws.warn()
+    torch.manual_seed(5)
+    whole = F.dropout(batch(9))
+    torch.testing.assert_close(drawn(draws, F.dropout, 4, 9), whole[:4])
+
+
+def test_parts_draw_their_own_numbers_on_wish() -> None:
+    """Draws by rank differ, and leave one random state."""
+    everyone = WholeDraws(nn.Identity(), by_rank=True)
+    outputs, states = by_parts(lambda x: F.dropout(torch.ones_like(x)), (0, 3, 6, 9), draws=lambda: everyone)
+    first, second, third = outputs.split(3)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert torch.equal(states[0], states[1]) and torch.equal(states[1], states[2])
+
+
+def dropout(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.ones_like(x))
+
+
+def test_code_that_no_mode_sees_draws_by_rank() -> None:
+    """Draws inside of TorchScript differ by rank from the second batch on, and a warning says so."""
+    with warnings.catch_warnings(action="ignore"):
+        step = torch.jit.script(dropout)
+    draws, parts = WholeDraws(nn.Identity()), []
+    for start in (0, 0, 3):
+        torch.manual_seed(5)
+        with draws.batch(Rows(start, 3, 9)):
+            parts.append(step(batch(3)))
+    assert not torch.equal(*parts[1:])
+    with pytest.warns(UserWarning, match="compiled code, or code that is not Python, draws random numbers"):
+        draws.warn()
+
+
+def test_compiled_code_stays_compiled() -> None:
+    """Compiled code is compiled once for all batches of one size."""
+    graphs = []
+
+    def backend(graph, _):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(dropout, backend=backend)
+    draws = WholeDraws(nn.Identity())
+    for start in (0, 3, 6):
+        drawn(draws, step, 3, 9)
+        with draws.batch(Rows(start, 3, 9)):
+            step(batch(3))
+    assert len(graphs) == 1
