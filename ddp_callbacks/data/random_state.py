@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import broadcast_object
@@ -22,6 +23,7 @@ from ddp_callbacks.data.global_state import (
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.randomness.generators import drawing_from
 
 _DOING = "the random state"
 
@@ -176,7 +178,8 @@ class RunRandomState:
     def share(self) -> None:
         """Share rank 0's state; every rank draws on from its own, outside of hooks. A collective."""
         if self.is_open and self._current == "own":
-            self._states["shared"] = self._noted(broadcast_object(self.offer(), _DOING, self._group))
+            shared = self._noted(broadcast_object(self.offer(), _DOING, self._group))
+            self._states |= {"shared": shared, "batch": _of_batches(shared)}
 
     def _noted(self, offered: Any) -> State:
         changed = dict(offered)
@@ -208,6 +211,15 @@ class RunRandomState:
     def alike_in_batch(self) -> Iterator[None]:
         """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
         with self._drawing_from("in_batch" if self._current == "own" else self._current):
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, torch draws from a state that is the same on all ranks, if they draw for the whole batch.
+
+        See :class:`ddp_callbacks.randomness.WholeDraws`. Rank 0's own state advances together with it.
+        """
+        with drawing_from(self._states["batch"]) if self.is_open and self._current == "own" else nullcontext():
             yield
 
     @contextmanager
@@ -262,7 +274,13 @@ class RunRandomState:
     def _derived(self, shared: State) -> dict[str, Any]:
         """Return this rank's states, or seeds for them, derived from the shared state."""
         own = digest_of(self._rank, shared[0]) if self._rank else shared
-        return {"own": own, "shared": shared, "in_batch": digest_of("hooks of a batch", shared[0])}
+        in_batch = digest_of("hooks of a batch", shared[0])
+        return {"own": own, "shared": shared, "in_batch": in_batch, "batch": _of_batches(shared)}
+
+
+def _of_batches(shared: State) -> list[torch.Tensor]:
+    """Return the states of torch's generators."""
+    return [state for state in (shared[0], shared[3]) if state is not None]
 
 
 def _set(state: State | int) -> None:

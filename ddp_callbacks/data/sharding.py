@@ -36,6 +36,7 @@ from ddp_callbacks.data.nested import has_state, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.randomness.rows import Rows
 
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left unchanged: its batch is that of one process, not "
@@ -209,4 +210,4 @@ def _share_of_own(batch: Any) -> Share:
     """The share of an undivided batch: the whole batch of a single process, or the part of a ``DistributedSampler``."""
     size = common_size(batch)
     local = 1 if size is None else size
-    return Share(local, local if get_world_size() == 1 else None)
+    return Share(local, local, Rows(0, local, local)) if get_world_size() == 1 else Share(local, None)

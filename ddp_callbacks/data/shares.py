@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ddp_callbacks.data.nested import arrays_in, is_array, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.randomness.rows import Rows
 
 BatchSize = Literal["global", "per_process"]
 BATCH_SIZES = ("global", "per_process")
@@ -32,10 +33,12 @@ class Share:
     Attributes:
         local: Number of samples on this rank; 0 for a padding batch.
         total: Number of samples on all ranks; ``None`` if unknown here.
+        rows: Which rows of the whole batch this rank computes, padding included; ``None`` if unknown here.
     """
 
     local: int
     total: int | None
+    rows: Rows | None = field(default=None, compare=False, repr=False)
 
     def __add__(self, other: Share) -> Share:
         total = None if self.total is None or other.total is None else self.total + other.total
@@ -102,7 +105,12 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int
     """Return this rank's slice of a batch of ``size`` samples, and its share; for an empty slice, the whole batch."""
     start, end = slice_bounds(size, rank, world_size, at_least)
     part = slice_samples(batch, size, slice(start, end)) if end > start else batch
-    return part, Share(end - start, size)
+    return part, _share_of_slice(start, end, size)
+
+
+def _share_of_slice(start: int, end: int, total: int) -> Share:
+    """Return the share of a slice; a rank with an empty one computes the whole batch."""
+    return Share(end - start, total, Rows(start, end - start, total) if end > start else Rows(0, total, total))
 
 
 def common_size(batch: Any) -> int | None:
@@ -177,12 +185,18 @@ class Divider:
                 # process sees.
                 is_whole = end - start in (0, total)
                 part = step[0] if is_whole else part_of(step[0], slice(start, end))
-                yield Step(step, part, Share(end - start, total))
+                yield Step(step, part, _share_of_slice(start, end, total))
             elif self.rank < len(step):
-                local = sizes[self.rank]
-                yield Step(step, step[self.rank], Share(local, local if self.division == "dealt" else total))
+                yield Step(step, step[self.rank], self._share_of(sizes))
             elif self.division == "per_process":
-                yield Step(step, step[0], Share(0, total))
+                yield Step(step, step[0], Share(0, total, Rows(0, sizes[0], total)))
+
+    def _share_of(self, sizes: list[int]) -> Share:
+        """Return the share of this rank's whole batch, of a step with batches of these sizes."""
+        local, total = sizes[self.rank], sum(sizes)
+        if self.division == "dealt":  # on one process, the batches before have drawn, too
+            return Share(local, local, Rows(0, local, local) if self.world_size == 1 else None)
+        return Share(local, total, Rows(sum(sizes[: self.rank]), local, total))
 
     def to_compare(self, size: int) -> tuple[slice, Share]:
         """Return this rank's part of a batch, for comparing the ranks' gradient with that of the whole batch.

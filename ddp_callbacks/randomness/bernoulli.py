@@ -21,6 +21,8 @@ def is_drawn_from_bits(part: torch.Tensor, at: BatchDim) -> bool:
     """Whether :func:`fill` draws what ``bernoulli_`` draws for this part."""
     if part.device.type != "cpu" or not part.is_contiguous() or not _draws_one_by_one():
         return False
+    if at.order is not None:
+        return list(at.order) == sorted(at.order)
     return part.stride(at.dim) == math.prod(part.shape[at.dim + 1 :])  # also if there is one sample
 
 

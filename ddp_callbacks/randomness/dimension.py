@@ -27,6 +27,7 @@ class _Seen:
         is_told: Whether batches of different sizes have told the dimension.
         dim: The dimension that they told; ``None``: none, so that all ranks draw the same.
         refusal: Why it draws by rank; empty if it doesn't.
+        order: The order of the dimensions in memory, of a part with several samples.
     """
 
     layer: str
@@ -36,6 +37,7 @@ class _Seen:
     is_told: bool = False
     dim: int | None = None
     refusal: str = ""
+    order: Sequence[int] | None = None
 
 
 class BatchDims:
@@ -44,7 +46,14 @@ class BatchDims:
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
 
-    def find(self, place: Hashable, name: Callable[[], str], shape: Sequence[int], rows: Rows) -> BatchDim | None:
+    def find(
+        self,
+        place: Hashable,
+        name: Callable[[], str],
+        shape: Sequence[int],
+        rows: Rows,
+        order: Sequence[int] | None = None,
+    ) -> BatchDim | None:
         """Return the dimension of the batch; ``None``: the draw is not for the batch, so all ranks draw the same.
 
         Args:
@@ -52,6 +61,7 @@ class BatchDims:
             name: Returns the layer's name, for messages.
             shape: What is drawn.
             rows: This rank's part of the batch.
+            order: The order of the dimensions in memory. A part of a single sample may not tell it, earlier ones do.
 
         Raises:
             DrawByRankError: The shape does not tell how much other ranks draw.
@@ -68,7 +78,9 @@ class BatchDims:
             return None
         if shape[dim] % rows.samples:
             raise DrawByRankError(f"it draws {_text(shape)} for {rows.samples} samples")
-        return BatchDim(dim, shape[dim] // rows.samples)
+        if shape[dim] > 1:
+            seen.order = order
+        return BatchDim(dim, shape[dim] // rows.samples, seen.order)
 
     def doubts(self) -> dict[str, str]:
         """Return why a layer's dimension is not certain, by the name of the layer."""

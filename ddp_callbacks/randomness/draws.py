@@ -43,11 +43,13 @@ class WholeDraws:
 
     Args:
         module: The model, for the names of its layers.
+        rank: This process's rank.
         by_rank: Let each rank draw its own numbers instead.
     """
 
-    def __init__(self, module: nn.Module, by_rank: bool = False) -> None:
-        self._operators = DrawingOperators(module)
+    def __init__(self, module: nn.Module, rank: int, by_rank: bool = False) -> None:
+        self._rank = rank
+        self._operators = DrawingOperators(module, rank)
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[bool, Way] = {}
@@ -70,7 +72,7 @@ class WholeDraws:
         has_gradients = torch.is_grad_enabled()
         way = self._always or self._ways.get(has_gradients, "whole")
         if rows is None or way == "by_rank":
-            return drawing_by_rank(default_generators(), 0 if rows is None else rows.start)
+            return drawing_by_rank(default_generators(), self._rank)
         return self._watched(has_gradients) if way == "none" else self._whole(rows, has_gradients)
 
     @contextmanager

@@ -36,19 +36,38 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @contextmanager
-def drawing_by_rank(generators: list[torch.Generator], start: int) -> Iterator[None]:
-    """Inside, draw what differs between the ranks; outside, each generator advances by one draw on all ranks.
+def drawing_from(states: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, the default generators continue from ``states``, which are up to date afterwards.
 
-    Args:
-        start: The position of this rank's rows; it tells the ranks apart.
+    Outside, they are as before, unless they were in these states: then they continue together.
     """
+    generators = default_generators()
+    before = states_of(generators)
+    is_same = are_equal(before, states)
+    _set(generators, states)
+    try:
+        yield
+    finally:
+        states[:] = states_of(generators)
+        if not is_same:
+            _set(generators, before)
+
+
+def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=False):  # CUDA may have started since
+        generator.set_state(state)
+
+
+@contextmanager
+def drawing_by_rank(generators: list[torch.Generator], rank: int) -> Iterator[None]:
+    """Inside, draw what differs between the ranks; outside, each generator advances by one draw on all ranks."""
     with ExitStack() as stack:
         for generator in generators:
             seed = torch.randint(_SEEDS, (1,), generator=generator, device=generator.device).item()
             stack.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(_mixed(int(seed), start))
+            generator.manual_seed(_mixed(int(seed), rank))
         yield
 
 
-def _mixed(seed: int, start: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}|{start}".encode(), digest_size=8).digest(), "big") >> 1
+def _mixed(seed: int, rank: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}|{rank}".encode(), digest_size=8).digest(), "big") >> 1

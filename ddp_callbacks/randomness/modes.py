@@ -31,7 +31,7 @@ from ddp_callbacks.randomness.generators import (
     states_of,
 )
 from ddp_callbacks.randomness.operators import Kind, argument_names, draws, kind_of, may_draw
-from ddp_callbacks.randomness.rows import Rows
+from ddp_callbacks.randomness.rows import Rows, memory_order
 from ddp_callbacks.randomness.whole import draw_whole, drawn_shape
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
@@ -73,7 +73,7 @@ class DrawingOperators(TorchDispatchMode):
         dims: Which dimensions hold the batch.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rank: int) -> None:
         super().__init__()
         self.rows = Rows(0, 0, 0)
         self.draws = 0
@@ -82,7 +82,7 @@ class DrawingOperators(TorchDispatchMode):
         self.recomputes = False
         self.refusals: dict[str, str] = {}
         self.dims = BatchDims()
-        self._module = module
+        self._module, self._rank = module, rank
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
         self._layer: Any = None
@@ -148,14 +148,17 @@ class DrawingOperators(TorchDispatchMode):
         except DrawByRankError as error:
             self.refusals.setdefault(self._name(), str(error))
             generator = arguments.get("generator") or default_generator_of(_device_of(arguments))
-            with drawing_by_rank([generator], self.rows.start):
+            with drawing_by_rank([generator], self._rank):
                 return func(*args, **kwargs)
 
     def _draw(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
         shape = [arguments["n"]] if kind == "permuted" else drawn_shape(operator, arguments)
         self._drawn += 1
         self.draws += arguments.get("generator") is None
-        at = None if not shape else self.dims.find((self._place, self._drawn), self._name, shape, self.rows)
+        tensor = arguments.get("self")
+        order = None if tensor is None else memory_order(tensor)
+        place = (self._place, self._drawn)
+        at = None if not shape else self.dims.find(place, self._name, shape, self.rows, order)
         if at is None:
             return operator(**arguments)
         if kind != "filled":

@@ -33,10 +33,12 @@ class BatchDim(NamedTuple):
     Attributes:
         dim: The dimension.
         per_sample: How many of its entries one sample has, as an attention's heads.
+        order: The dimensions from the outermost in memory to the innermost, if the part alone does not tell it.
     """
 
     dim: int
     per_sample: int
+    order: Sequence[int] | None = None
 
     def whole(self, shape: Sequence[int], rows: Rows) -> list[int]:
         """Return a part's shape with the samples of the whole batch."""
@@ -45,3 +47,11 @@ class BatchDim(NamedTuple):
     def rows_of(self, whole: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return a view of this rank's rows."""
         return whole.narrow(self.dim, rows.start * self.per_sample, rows.samples * self.per_sample)
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost.
+
+    Of two dimensions with one stride, that of size 1 is the inner one.
+    """
+    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), tensor.shape[dim] == 1, dim))

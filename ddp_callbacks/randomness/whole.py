@@ -10,7 +10,7 @@ import torch
 from ddp_callbacks._torch import OpOverload
 from ddp_callbacks.randomness import bernoulli
 from ddp_callbacks.randomness.operators import base_name, written
-from ddp_callbacks.randomness.rows import BatchDim, Rows
+from ddp_callbacks.randomness.rows import BatchDim, Rows, memory_order
 
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
@@ -64,21 +64,20 @@ def _whole_of(part: torch.Tensor, shape: Sequence[int], at: BatchDim, rows: Rows
     dim = at.dim - (len(shape) - part.dim())
     if dim < 0 or part.shape[dim] != shape[at.dim]:
         return part
+    order = at.order if at.order is not None and len(at.order) == part.dim() else memory_order(part)
     at = BatchDim(dim, at.per_sample)
-    whole = _empty_like(part, dim, at.whole(part.shape, rows))
+    whole = _empty_like(part, dim, at.whole(part.shape, rows), order)
     if not is_empty:
         whole.copy_(part.narrow(dim, 0, 1).expand_as(whole))
         at.rows_of(whole, rows).copy_(part)
     return whole
 
 
-def _empty_like(part: torch.Tensor, dim: int, shape: Sequence[int]) -> torch.Tensor:
+def _empty_like(part: torch.Tensor, dim: int, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     """Return a tensor of another size in ``dim``, with the part's memory layout: operators fill in its order.
 
-    A part with gaps between its elements gets gaps, because operators draw another way for those. Of two dimensions
-    with one stride, that of size 1 is the inner one.
+    A part with gaps between its elements gets gaps, because operators draw another way for those.
     """
-    order = sorted(range(part.dim()), key=lambda each: (-part.stride(each), part.shape[each] == 1, each))
     options: Any = {"dtype": part.dtype, "device": part.device}
     if _is_dense(part, order, dim):
         return torch.empty_permuted(shape, order, **options)

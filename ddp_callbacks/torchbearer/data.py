@@ -16,8 +16,8 @@ synchronizes them, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, handles, wrap_event
 from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
 
@@ -82,6 +83,8 @@ class ShardData(DistributedCallback):
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
+        self._draws: WholeDraws | None = None
+        self._evaluating = ExitStack()  # the computation of a batch of an evaluation
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
@@ -101,11 +104,15 @@ class ShardData(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
+        callbacks = state[torchbearer.CALLBACK_LIST]
         if self.world_size > 1 or is_wanted():  # others may join
             self.random_state = RunRandomState(self.process_group)
-            callbacks = state[torchbearer.CALLBACK_LIST]
             for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
                 wrap_event(callbacks, name, functools.partial(self._alike, name, self.random_state))
+        if self.world_size > 1:
+            wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
+            wrap_event(callbacks, "on_step_validation", self._end_evaluating)
+            wrap_event(callbacks, "on_end_epoch", self._end_epoch)
 
     @contextmanager
     def _alike(self, name: str, random_state: RunRandomState, _: State) -> Iterator[None]:
@@ -170,7 +177,43 @@ class ShardData(DistributedCallback):
         if self.world_size > 1 or is_divided:
             state[SHARE] = self._take_share(state)
 
-    on_sample_validation = on_sample
+    def on_sample_validation(self, state: State) -> None:
+        self.on_sample(state)
+
+    @contextmanager
+    def _computing(self, state: State) -> Iterator[None]:
+        """Inside, draw for the whole batch, from one random state on all ranks."""
+        if self._draws is None:
+            self._draws = WholeDraws(state[torchbearer.MODEL], self.rank)
+        share = state.data.get(SHARE)
+        one_state = nullcontext() if self.random_state is None else self.random_state.computing()
+        with one_state, self._draws.batch(None if share is None else share.rows):
+            yield
+
+    def _drawing_whole(self, closure: Callable[[State], Any]) -> Callable[[State], Any]:
+        @functools.wraps(closure)
+        def drawing(state: State) -> Any:
+            with self._computing(state):
+                return closure(state)
+
+        return drawing
+
+    @contextmanager
+    def _begin_evaluating(self, state: State) -> Iterator[None]:
+        """After all callbacks of ``on_sample_validation``: what follows computes the batch."""
+        yield
+        self._evaluating.enter_context(self._computing(state))
+
+    @contextmanager
+    def _end_evaluating(self, _: State) -> Iterator[None]:
+        self._evaluating.close()
+        yield
+
+    @contextmanager
+    def _end_epoch(self, _: State) -> Iterator[None]:
+        yield
+        if self._draws is not None:
+            self._draws.warn()
 
     def on_start_validation(self, state: State) -> None:
         if aggregator_of(state) is not None:  # not in an evaluation within the prediction
@@ -200,9 +243,14 @@ class ShardData(DistributedCallback):
         is_outermost = not self._undivided
         self._undivided = self._undivided or found
         trial_state.update(self._undivided)
+        closure = call.trial.closure
+        if self.world_size > 1 and is_outermost:
+            call.trial.closure = self._drawing_whole(closure)
         try:
             yield
         finally:
+            call.trial.closure = closure
+            self._evaluating.close()
             trial_state.update(found)
             if is_outermost:
                 self._end_call([(found[key] or (None,))[0] for key in DATA_KEYS])
@@ -251,7 +299,7 @@ class ShardData(DistributedCallback):
         if self.batch_size != "global" or iterator is not None:  # already a part, as of a DistributedSampler
             return Share(1 if size is None else size, None)
         if size is None:
-            return Share(int(self.rank == 0), 1)
+            return Share(int(self.rank == 0), 1, Rows(0, 1, 1))  # all ranks compute the whole
         needed = self._samples_needed(state, None) if state[torchbearer.MODEL].training else 1
         part, share = slice_batch(batch, size, self.rank, self.world_size, needed)
         state[torchbearer.X], state[torchbearer.Y_TRUE] = part

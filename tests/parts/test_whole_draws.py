@@ -113,7 +113,7 @@ def by_parts(
     step: Step,
     parts: Sequence[int],
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    draws: Callable[[], WholeDraws] = lambda: WholeDraws(nn.Identity()),
+    draws: Callable[[], WholeDraws] = lambda: WholeDraws(nn.Identity(), 0),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the outputs of all ranks, and their random states afterwards."""
     x, outputs, states = batch(parts[-1]), [], []
@@ -193,7 +193,7 @@ def test_a_backward_outside_of_its_batch_may_not_draw_again() -> None:
     """A checkpointed forward without its backward raises an error."""
     with (
         pytest.raises(ConfigurationError, match="Call backward inside"),
-        WholeDraws(nn.Identity()).batch(Rows(0, 4, 9)),
+        WholeDraws(nn.Identity(), 0).batch(Rows(0, 4, 9)),
     ):
         checkpoint(STEPS["dropouts"], batch(4).requires_grad_(), use_reentrant=False)
 
@@ -230,7 +230,7 @@ def drawn(draws: WholeDraws, step: Step, samples: int, total: int) -> torch.Tens
 def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> None:
     """Batches of other sizes settle what a shape leaves open; a warning names the layers before."""
     model = Places()
-    draws = WholeDraws(model)
+    draws = WholeDraws(model, 0)
     torch.manual_seed(5)
     whole = model(batch(9))
     for number, samples in enumerate((4, 5, 7, 4, 1)):
@@ -257,9 +257,8 @@ REFUSED: dict[str, tuple[Step, str]] = {
 def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str) -> None:
     """What cannot be drawn for the whole batch is named, and the random states stay the same."""
     step, message = REFUSED[name]
-    everyone = [WholeDraws(step if isinstance(step, nn.Module) else nn.Identity()) for _ in range(2)]
-    draws = iter(everyone)
-    outputs, states = by_parts(step, PARTS[0], draws=lambda: next(draws))
+    everyone = [WholeDraws(step if isinstance(step, nn.Module) else nn.Identity(), rank) for rank in range(2)]
+    outputs, states = by_parts(step, PARTS[0], draws=iter(everyone).__next__)
     assert torch.equal(*states)
     assert not torch.equal(outputs[:4], by_parts(step, (0, 4, 9))[0][5:])
     with pytest.warns(UserWarning, match=message):
@@ -268,7 +267,7 @@ def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str)
 
 def test_a_model_that_draws_nothing_is_only_watched() -> None:
     """A late first draw is the same on all processes, says so, and later ones are one process's."""
-    draws = WholeDraws(nn.Identity())
+    draws = WholeDraws(nn.Identity(), 0)
     drawn(draws, torch.sin, 4, 9)
     with draws.batch(Rows(0, 4, 9)):
         assert torch._C._len_torch_function_stack() == 0
@@ -282,8 +281,8 @@ def test_a_model_that_draws_nothing_is_only_watched() -> None:
 
 def test_parts_draw_their_own_numbers_on_wish() -> None:
     """Draws by rank differ, and leave one random state."""
-    everyone = WholeDraws(nn.Identity(), by_rank=True)
-    outputs, states = by_parts(lambda x: F.dropout(torch.ones_like(x)), (0, 3, 6, 9), draws=lambda: everyone)
+    everyone = [WholeDraws(nn.Identity(), rank, by_rank=True) for rank in range(3)]
+    outputs, states = by_parts(lambda x: F.dropout(torch.ones_like(x)), (0, 3, 6, 9), draws=iter(everyone).__next__)
     first, second, third = outputs.split(3)
     assert not torch.equal(first, second) and not torch.equal(second, third)
     assert torch.equal(states[0], states[1]) and torch.equal(states[1], states[2])
@@ -297,12 +296,15 @@ def test_code_that_no_mode_sees_draws_by_rank() -> None:
     """Draws inside of TorchScript differ by rank from the second batch on, and a warning says so."""
     with warnings.catch_warnings(action="ignore"):
         step = torch.jit.script(dropout)
-    draws, parts = WholeDraws(nn.Identity()), []
-    for start in (0, 0, 3):
-        torch.manual_seed(5)
-        with draws.batch(Rows(start, 3, 9)):
-            parts.append(step(batch(3)))
-    assert not torch.equal(*parts[1:])
+    x, parts = batch(3), []
+    for rank in range(2):
+        draws = WholeDraws(nn.Identity(), rank)
+        for _ in range(2):
+            torch.manual_seed(5)
+            with draws.batch(Rows(3 * rank, 3, 9)):
+                part = step(x)
+        parts.append(part)
+    assert not torch.equal(*parts)
     with pytest.warns(UserWarning, match="compiled code, or code that is not Python, draws random numbers"):
         draws.warn()
 
@@ -316,7 +318,7 @@ def test_compiled_code_stays_compiled() -> None:
         return graph.forward
 
     step = torch.compile(dropout, backend=backend)
-    draws = WholeDraws(nn.Identity())
+    draws = WholeDraws(nn.Identity(), 0)
     for start in (0, 3, 6):
         drawn(draws, step, 3, 9)
         with draws.batch(Rows(start, 3, 9)):

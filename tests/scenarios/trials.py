@@ -939,13 +939,35 @@ def in_order(prediction: torch.Tensor, target: torch.Tensor) -> float:
     return float((prediction[:, 0] * places).sum() + (target * places).sum())
 
 
-@apart
+@scenario
 def dropout_and_running_metrics(extra: Extra) -> Any:
     model = nn.Sequential(network(), nn.Dropout(0.3), nn.Linear(CLASSES, CLASSES).double())
     made = trial(extra(), model=model, metrics=["acc", "loss", *own_metrics()])
     made.with_generators(DataLoader(data(45), 10, shuffle=True), DataLoader(data(17, 9), 5, shuffle=True))
     history = made.run(3)
     return outcome(made, history, all_of_it=[dict(epoch) for epoch in history])
+
+
+class Drawing(nn.Module):
+    """Draws in all its layers, in training and in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(3, 8, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.out = nn.Sequential(nn.Dropout(0.4), nn.Linear(8, CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.recurrent(x.view(len(x), -1, 3))[0]
+        h = h + self.attention(h, h, h)[0] * (torch.rand(len(h), 1, 1, dtype=h.dtype) > 0.2)
+        return self.out((h + 0.1 * torch.randn_like(h)).mean(1))
+
+
+@scenario
+def layers_that_draw(extra: Extra) -> Any:
+    torch.manual_seed(1)
+    made = trial(extra(), model=Drawing().double())
+    return train(made, DataLoader(data(45), 10, shuffle=True), DataLoader(data(17, 9), 6))
 
 
 class Augmented(TensorDataset):
