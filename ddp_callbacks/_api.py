@@ -20,6 +20,7 @@ from ddp_callbacks.process_group.default_group import join_process_group as join
 from ddp_callbacks.process_group.default_group import leave_process_group as leave_process_group
 from ddp_callbacks.process_group.preemption import Preemption as Preemption
 from ddp_callbacks.process_group.spawn import spawn as spawn
+from ddp_callbacks.randomness import WholeDraws as WholeDraws
 from ddp_callbacks.replicas import broadcast_optimizer_state as broadcast_optimizer_state
 from ddp_callbacks.replicas import broadcast_parameters as broadcast_parameters
 from ddp_callbacks.replicas import merge_buffers as merge_buffers

@@ -30,13 +30,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.randomness.rows import Rows
+from ddp_callbacks.randomness import Rows, WholeDraws
+from ddp_callbacks.randomness.generators import default_generators, states_of
 
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left unchanged: its batch is that of one process, not "
@@ -191,7 +193,7 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
+def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Iterator[tuple[Any, Share]]:
     """Yield the batches of a sharded loader, each with its :class:`Share`. A collective, for a loop in plain PyTorch.
 
     Call ``synchronizer.weigh(share.local, share.total)`` before backward (:class:`ddp_callbacks.GradientSynchronizer`).
@@ -199,9 +201,13 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
 
     Args:
         loader: The result of :func:`shard_loader`; with a single process, the loader itself.
+        draws: What gives the batches' random numbers: it continues on all ranks from rank 0's random state, as it is
+            when rank 0 has drawn the order of the batches.
     """
     batches = iter(loader)
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if number == 0 and draws is not None and get_world_size() > 1:
+            draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
         share = batches.take_share() if isinstance(batches, ShardedIterator) else None
         yield batch, share or _share_of_own(batch)
 

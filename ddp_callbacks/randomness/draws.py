@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.randomness.generators import are_equal, default_generators, drawing_by_rank, states_of
+from ddp_callbacks.process_group.default_group import get_rank
+from ddp_callbacks.randomness.generators import are_equal, default_generators, drawing_by_rank, drawing_from, states_of
 from ddp_callbacks.randomness.modes import DrawingCalls, DrawingOperators
 from ddp_callbacks.randomness.rows import Rows
 
@@ -39,25 +40,38 @@ _LATE = "its first draw came late, and was the same on all processes in that bat
 class WholeDraws:
     """Lets the computation of each batch draw the random numbers that one process would draw.
 
-    All ranks must have the same random state before, and have the same one afterwards. It communicates nothing.
+    All ranks must have the same random state before, and have the same one afterwards. It communicates nothing. In your
+    own loop, pass it to :func:`ddp_callbacks.with_shares`, which gives all ranks rank 0's state in each pass::
+
+        draws = WholeDraws(model)
+        for (x, y), share in with_shares(loader, draws):
+            synchronizer.weigh(share.local, share.total)
+            with draws.batch(share.rows):
+                criterion(model(x), y).backward()
 
     Args:
         module: The model, for the names of its layers.
-        rank: This process's rank.
+        rank: This process's rank; ``None``: that in the default group.
         by_rank: Let each rank draw its own numbers instead.
     """
 
-    def __init__(self, module: nn.Module, rank: int, by_rank: bool = False) -> None:
-        self._rank = rank
-        self._operators = DrawingOperators(module, rank)
+    def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
+        self._rank = get_rank() if rank is None else rank
+        self._states: list[torch.Tensor] | None = None  # of all ranks, in batches
+        self._operators = DrawingOperators(module, self._rank)
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[bool, Way] = {}
         self._by_program: set[str] = set()
         self._told: set[str] = set()
 
-    def batch(self, rows: Rows | None) -> AbstractContextManager[None]:
-        """Return a context in which all draws are for the whole batch, of which this rank keeps its rows.
+    def accept(self, states: list[torch.Tensor]) -> None:
+        """Draw in the batches that follow from these states of the default generators. Local; every rank calls it."""
+        self._states = states
+
+    @contextmanager
+    def batch(self, rows: Rows | None) -> Iterator[None]:
+        """Inside, all draws are for the whole batch, of which this rank keeps its rows.
 
         Run forward and loss inside. Run backward inside as well if it computes forward again, as checkpointing does.
 
@@ -67,6 +81,10 @@ class WholeDraws:
         Raises:
             ConfigurationError: From the end of the context: a backward outside would compute forward again.
         """
+        with nullcontext() if self._states is None else drawing_from(self._states), self._batch(rows):
+            yield
+
+    def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:
             return nullcontext()
         has_gradients = torch.is_grad_enabled()

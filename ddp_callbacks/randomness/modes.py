@@ -143,15 +143,19 @@ class DrawingOperators(TorchDispatchMode):
         kind = kind_of(func, arguments)
         if kind == "nothing":
             return func(*args, **kwargs)
+        return self._draw(func, kind, arguments)
+
+    def _draw(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
+        """Draw for the whole batch; if this rank can't know how, by rank."""
         try:
-            return self._draw(func, kind, arguments)
+            return self._draw_whole(operator, kind, arguments)
         except DrawByRankError as error:
             self.refusals.setdefault(self._name(), str(error))
             generator = arguments.get("generator") or default_generator_of(_device_of(arguments))
             with drawing_by_rank([generator], self._rank):
-                return func(*args, **kwargs)
+                return operator(**arguments)
 
-    def _draw(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
+    def _draw_whole(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
         shape = [arguments["n"]] if kind == "permuted" else drawn_shape(operator, arguments)
         self._drawn += 1
         self.draws += arguments.get("generator") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
-from ddp_callbacks import GradientSynchronizer, get_rank, get_world_size, shard_loader, with_shares
+from ddp_callbacks import GradientSynchronizer, WholeDraws, get_rank, get_world_size, shard_loader, with_shares
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 
@@ -83,6 +83,35 @@ def train_beside_plain_torch(name: str, relative: float) -> None:
     torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=relative, atol=0)
     rank, count = get_rank(), get_world_size()
     assert shares == [Share((size - rank + count - 1) // count, size) for size in SIZES] * 2
+
+
+def dropping_out(makes: Callable[[DataLoader[Any]], Iterator[Any]], model: nn.Module, step: Callable[..., Any]) -> Any:
+    torch.manual_seed(4)
+    loader = DataLoader(samples(), BATCH_SIZE, shuffle=True)
+    for drawn in (drawn for _ in range(2) for drawn in makes(loader)):
+        step(*drawn)
+    return [*model.parameters(), torch.rand(2)] if get_rank() == 0 else [*model.parameters()]
+
+
+@WORLD.on(TWO, WIDE)
+def test_the_dropout_of_a_loop_is_that_of_one_process() -> None:
+    """Your own loop draws one process's dropout with `WholeDraws`."""
+    models = []
+    for _ in range(2):
+        model, optimizer = network()
+        models.append((nn.Sequential(nn.Dropout(0.2), model, nn.Dropout(0.5)), optimizer))
+    (alone, its), (model, optimizer) = models
+    expected = dropping_out(iter, alone, lambda *batch: step(alone, its, *batch))
+    draws = WholeDraws(model)
+    with closing(GradientSynchronizer(model)) as synchronizer:
+
+        def step_whole(batch: Any, share: Share) -> None:
+            synchronizer.weigh(share.local, share.total)
+            with draws.batch(share.rows):
+                step(model, optimizer, *batch)
+
+        found = dropping_out(lambda loader: with_shares(shard_loader(loader), draws), model, step_whole)
+    torch.testing.assert_close(found, expected[: len(found)], rtol=1e-10, atol=1e-12)
 
 
 @WORLD
