@@ -3,8 +3,9 @@
 Which of a Trial's events draw the same random numbers on all ranks:
 
 ================================================  ====================================================================
-``on_sample``, ``on_forward``, ``on_criterion``   different per rank: they handle its part of the batch, and may augment
-the same of validation, ``on_step_validation``    different per rank
+forward, criterion, backward, and the events in   for the whole batch, of which each rank keeps its rows; see
+between (of validation, too)                      :class:`ddp_callbacks.WholeDraws`
+``on_sample``, ``on_step_validation``             different per rank: they handle its part of the batch, and may augment
 all others                                        the same, if a user's callback handles them: they may prune parameters
 ================================================  ====================================================================
 

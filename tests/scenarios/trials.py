@@ -954,7 +954,7 @@ class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.recurrent = nn.GRU(3, 8, 2, dropout=0.3, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, bias=False, batch_first=True)
         self.out = nn.Sequential(nn.Dropout(0.4), nn.Linear(8, CLASSES))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
