@@ -14,7 +14,7 @@ import torch
 from ddp_callbacks.randomness.rows import BatchDim, Rows
 
 _MANTISSA = (1 << 53) - 1
-_CHUNK = 1 << 16  # elements passed over at once; they fit in a cache
+_CHUNK = 1 << 14  # elements drawn or passed over at once; they fit in a cache
 
 
 def is_drawn_from_bits(part: torch.Tensor, at: BatchDim) -> bool:
@@ -38,8 +38,10 @@ def fill(part: torch.Tensor, probability: float, at: BatchDim, rows: Rows, gener
         return
     per_sample = part.numel() // rows.samples
     _pass_over(rows.start * per_sample, generator)
-    bits = torch.empty(part.shape, dtype=torch.int64).random_(generator=generator)
-    part.copy_(_are_ones(bits, probability))
+    flat, bits = part.view(-1), torch.empty(min(part.numel(), _CHUNK), dtype=torch.int64)
+    for start in range(0, len(flat), _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        chunk.copy_(_are_ones(bits[: len(chunk)].random_(generator=generator), probability))
     _pass_over((rows.total - rows.start - rows.samples) * per_sample, generator)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class DrawingOperators(TorchDispatchMode):
     """
 
     def __init__(self, module: nn.Module, rank: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = Rows(0, 0, 0)
         self.draws = 0
         self.expected: list[torch.Tensor] | None = None
@@ -177,7 +178,8 @@ class DrawingOperators(TorchDispatchMode):
 
 def _caller() -> tuple[Any, int, bool]:
     """Return the layer that calls, a hash of all calls that led there, and whether backward will repeat them."""
-    frame, layer, stack, is_recomputed = sys._getframe(2), None, [], False
+    frame: FrameType | None = sys._getframe(2)
+    layer, stack, is_recomputed = None, [], False
     while frame is not None:
         code = frame.f_code
         stack.append((code, frame.f_lasti))

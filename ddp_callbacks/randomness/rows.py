@@ -54,4 +54,5 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
     Of two dimensions with one stride, that of size 1 is the inner one.
     """
-    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), tensor.shape[dim] == 1, dim))
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1, dim))

@@ -80,7 +80,7 @@ def _empty_like(part: torch.Tensor, dim: int, shape: Sequence[int], order: Seque
     """
     options: Any = {"dtype": part.dtype, "device": part.device}
     if _is_dense(part, order, dim):
-        return torch.empty_permuted(shape, order, **options)
+        return torch.empty_permuted(list(shape), list(order), **options)
     return torch.empty_permuted([*shape, 2], [*order, part.dim()], **options)[..., 0]
 
 

