@@ -16,17 +16,19 @@ import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from ddp_callbacks.versions import require_names
 
-__all__ = ["Backend", "BatchNorm", "Dropout", "OpOverload"]
+__all__ = ["Backend", "BatchNorm", "Dropout", "OpOverload", "TorchDispatchMode"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 PRIVATE = (
     "torch:_C._current_autograd_node",
+    "torch:_C._dispatch_has_kernel_for_dispatch_key",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
     "torch:_lazy_clone",
@@ -35,6 +37,8 @@ PRIVATE = (
     "torch:UntypedStorage._new_shared_fd_cpu",
     "torch:UntypedStorage._share_fd_cpu_",
     "torch._C._distributed_c10d:Backend.Options._timeout",
+    "torch:_ops.OpOverload._op_dk",
+    "torch:utils._python_dispatch.TorchDispatchMode",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.cuda:_lazy_call(callable)",
     "torch.distributed:ProcessGroup._allgather_base",

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ddp_callbacks._torch import composite_kernel
+from ddp_callbacks._torch import TorchDispatchMode, composite_kernel
 from ddp_callbacks.randomness.dimension import BatchDims, DrawByRankError
 from ddp_callbacks.randomness.dropout import dropout, is_simple
 from ddp_callbacks.randomness.generators import (
