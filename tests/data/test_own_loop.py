@@ -157,6 +157,29 @@ def stop_early(name: str, divide: Any) -> list[list[int]]:
     return seen
 
 
+class Replay(IterableDataset[Any]):
+    """Yields what the loop has put into its buffer."""
+
+    def __init__(self) -> None:
+        self.buffer = [*samples()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.buffer[number % SAMPLES] for number in range(4 * SAMPLES))
+
+
+@WORLD
+def test_a_stream_whose_later_batches_depend_on_the_process_is_refused() -> None:
+    model, optimizer = network()
+    synchronizer = GradientSynchronizer(model)
+    data = Replay()
+    with pytest.raises(MismatchError, match="content of the batches:\n  checksum up to batch 4: ") as caught:
+        for batch, share in with_shares(shard_loader(DataLoader(data, BATCH_SIZE))):
+            synchronizer.weigh(share.local, share.total)
+            step(model, optimizer, *batch)
+            data.buffer[0] = (data.buffer[0][0] * (1 + get_rank()), data.buffer[0][1])
+    assert "Let them depend neither on what the training step draws" in str(caught.value)
+
+
 @WORLD.each(ORDERS, TWO)
 def test_a_sampler_is_asked_for_batches_when_one_process_would_ask(name: str) -> None:
     """Samplers may react to your loop."""

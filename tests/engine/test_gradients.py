@@ -324,6 +324,20 @@ def a_layer_that_the_forward_pass_makes() -> None:
     backward(model, 0)
 
 
+def step_with_gradients_of_no_sync() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    optimizer, other = (torch.optim.SGD(part.parameters(), 0.1) for part in (model[0], model[2]))
+    sync.weigh(1, 2)
+    with sync.no_sync():
+        mean_loss(model(batch(0, 0))).backward()
+    other.zero_grad()
+    other.step()  # nothing is lost: it has no gradient
+    optimizer.step(lambda: sync.synchronize())  # as the backward of a closure does
+    with sync.no_sync():
+        mean_loss(model(batch(0, 0))).backward()
+    optimizer.step()
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -337,6 +351,7 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     a_hook_before: (f"2.weight {HOOK}",),
     a_hook_afterwards: (f"0.weight {HOOK}",),
     a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
+    step_with_gradients_of_no_sync: ("stepped with a gradient of parameter 0.weight", "call synchronize() of the"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
 
