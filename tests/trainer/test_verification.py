@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -342,12 +343,34 @@ def drawn_apart() -> DataLoader[Any]:
     return DataLoader(TensorDataset(features, labels), 8)
 
 
+class Counts(Net):
+    """Logs ``seen`` and ``largest``, which do not add up over the parts of a batch, and what does or cannot be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        self.log("seen", float(self.seen))
+        outputs = self(batch[0])
+        self.log_dict({"largest": outputs.max(), "mean": outputs.mean(), "since": time.monotonic(), "lr": 0.1})
+        self.log_dict({"noise": torch.rand(()), "zero": outputs.sum() * 0, "centred": (outputs - outputs.mean()).sum()})
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+        self.log("weighed", outputs.mean(), batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
+    "counts that are logged": (
+        lambda: trainer_tells(Counts()),
+        "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129). Log",
+    ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
     "data that each process draws apart": (
