@@ -77,7 +77,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
-        self._times, self._drawn = times, presence().drawn
+        self._times, self._drawn, self._run = times, presence().drawn, presence().run
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
@@ -91,7 +91,7 @@ class Reducer:
     def _bucket(self, index: int, slots: list[int]) -> Bucket:
         parameters = [self.parameters[slot] for slot in slots]
         pool = BufferPool(parameters, self._format.numel, self._sums.allocate)
-        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters])
+        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters], self._run)
 
     def note_used(self, names: Container[str]) -> None:
         """Note that the parameters with these names have a gradient that is not synchronized yet."""

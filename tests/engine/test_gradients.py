@@ -338,6 +338,14 @@ def step_with_gradients_of_no_sync() -> None:
     optimizer.step()
 
 
+def two_models_in_another_order() -> None:
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    kept = [GradientSynchronizer(model) for model in models]
+    order = models if dist.get_rank() else models[::-1]
+    mean_loss(sum(model(torch.ones(1, 3)) for model in order)).backward()
+    del kept
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -352,6 +360,7 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     a_hook_afterwards: (f"0.weight {HOOK}",),
     a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
     step_with_gradients_of_no_sync: ("stepped with a gradient of parameter 0.weight", "call synchronize() of the"),
+    two_models_in_another_order: ("waits for the gradients of bias to weight (synchronizer ", "in the same order"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
 
