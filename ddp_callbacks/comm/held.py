@@ -71,13 +71,14 @@ class Parameters:
     """The differentiable parameters that a module has at one moment.
 
     Attributes:
+        module: The module.
         named: The parameters by name.
         names: The names of the parameters, by id.
         dense, sparse: Those with dense and with sparse gradients.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.named = {name: each for name, each in module.named_parameters() if _is_differentiable(each)}
         self.names = {id(each): name for name, each in self.named.items()}
         self._kinds = [*map(_KIND, self.named.values())]
@@ -95,7 +96,7 @@ class Parameters:
         is_same = len(content) == len(self._content) and all(map(operator.is_, content, self._content))
         if is_same and kinds == self._kinds:
             return None
-        now = Parameters(self._module)
+        now = Parameters(self.module)
         if [*now.names] == [*self.names] and kinds == self._kinds:
             self._note_content()
             return None
@@ -103,11 +104,11 @@ class Parameters:
         return {name: each for name, each in now.named.items() if before.get(id(each)) != _KIND(each)}
 
     def _note_content(self) -> None:
-        self._views = [content.values() for layer in self._module.modules() for content in content_of(layer)]
+        self._views = [content.values() for layer in self.module.modules() for content in content_of(layer)]
         self._content = self._content_now()
 
     def _content_now(self) -> list[Any]:
-        trained = self._module.trained() if isinstance(self._module, Held) else []
+        trained = self.module.trained() if isinstance(self.module, Held) else []
         return [*chain.from_iterable(self._views), *trained]
 
 

@@ -145,6 +145,7 @@ class Reducer:
         """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
         self._times.mark("in backward")
         self._require_known()
+        self._require_weighed_losses()
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -192,6 +193,17 @@ class Reducer:
                     f"parameter {name} was added, replaced or moved since the forward pass began, so its gradient "
                     "would not be summed over the processes. Change the model between two steps, and call weigh(), or "
                     "follow(), of the GradientSynchronizer before the next forward pass."
+                )
+
+    def _require_weighed_losses(self) -> None:
+        """Raise if this rank's gradients were weighted behind layers that had mixed the ranks' gradients."""
+        layers = () if self.weighing.is_at_root else self.known.module.named_modules()
+        for name, layer in layers:
+            if getattr(layer, "is_synchronized", False) and layer.training:
+                raise ConfigurationError(
+                    f"{name} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
+                    "unequal parts come too late behind it. Call weigh_loss(loss, weight, total) of the "
+                    "GradientSynchronizer before backward, not weigh(); in a Trial's closure call on_criterion."
                 )
 
     def _launch(self, bucket: Bucket) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 
@@ -346,6 +347,15 @@ def two_models_in_another_order() -> None:
     del kept
 
 
+def weigh_behind_layers_that_mix_gradients() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    sync = GradientSynchronizer(model)
+    with contextlib.closing(BatchNormSynchronizer(model)):
+        for weights in ((4.0, 8.0), (3.0 + 2 * dist.get_rank(), 8.0)):  # those of equal parts are right
+            sync.weigh(*weights)
+            backward(model, 0)
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -360,6 +370,7 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     a_hook_afterwards: (f"0.weight {HOOK}",),
     a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
     step_with_gradients_of_no_sync: ("stepped with a gradient of parameter 0.weight", "call synchronize() of the"),
+    weigh_behind_layers_that_mix_gradients: ("1 is a BatchNorm that mixes", "Call weigh_loss(loss, weight, total)"),
     two_models_in_another_order: ("waits for the gradients of bias to weight (synchronizer ", "in the same order"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
