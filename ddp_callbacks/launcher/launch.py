@@ -54,6 +54,7 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
         restarts: How often the ranks have been restarted.
+        one_stream: Whether each rank's standard output and standard error are one stream, whose lines keep their order.
         nodes: The nodes in rank order; after :meth:`connect`, those that were reached.
     """
 
@@ -65,6 +66,7 @@ class Launch:
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
+        self.one_stream = False
         self._seconds = seconds
         self._shared = Shared(job.heartbeat_timeout, answer_timeout)
         self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
@@ -255,6 +257,7 @@ class Launch:
     def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
         messages = starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
         own = {"size": terminal_size(self.job), "shown": self.job.shown and sorted(self.job.shown)}
+        own |= {"one_stream": self.one_stream}
         return (message | own | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:

@@ -13,7 +13,7 @@ from signal import SIGTERM, Signals
 from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready, last_words
+from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.members import Members
@@ -21,6 +21,7 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.requests import JOINED, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
+_SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 
 
@@ -39,6 +40,7 @@ class Watch:
         self._begin_at: float | None = None  # latest time of a restart, while preempted ranks write checkpoints
         self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
         self._joining: asyncio.Task[None] | None = None  # adds nodes
+        self._told_kept = False  # whether a rank is told to be kept alive
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
@@ -47,6 +49,7 @@ class Watch:
                 await getattr(self, f"_on_{event.do}")(event.node, **event.values)
             self._restart, self._joining = _unfinished(self._restart), _unfinished(self._joining)
             self._restart_when_written()
+            await self._end_those_kept_alive()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
         return await asyncio.to_thread(self._conclude)
@@ -61,7 +64,7 @@ class Watch:
         written = os.fsencode(data)
         successor = self._members.successors.get(rank)
         if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
-            end.wrote[stream] = (end.wrote.get(stream, b"") + written)[-TAIL:]
+            end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
@@ -126,8 +129,8 @@ class Watch:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
         successor = self._members.successors.pop(rank, None)
         end = successor or self._ranks.get(rank)
-        if end is None or end.node != node.plan.name or self._restart is not None:
-            return  # its node was lost, or a restart has ended it
+        if end is None or end.node != node.plan.name or end.code is not None or self._restart is not None:
+            return  # its node was lost, it counts as ended, or a restart has ended it
         end.take(code, signal, now, self._launch.is_ending)
         if successor is not None:
             await self._note_end_of_successor(successor)
@@ -136,12 +139,33 @@ class Watch:
             await self._lose([end], f"{end} was {end.reason}")
             self._replace(node, end)
             self._release(node)
-        elif self._have_all_ended() and not self._can_restart():
+        else:
+            self._take_end(end)
+
+    def _take_end(self, end: End) -> None:
+        if self._have_all_ended() and not self._can_restart():
             self._launch.end()
-        elif code and not self._launch.is_ending:
-            self._take_failure(code)
+        elif end.code and not self._launch.is_ending:
+            self._take_failure(end.code)
         elif not self._launch.is_ending:  # others may wait for it to join
-            self._launch.let_know(ended={str(rank): code})
+            self._launch.let_know(ended={str(end.rank): end.code})
+
+    async def _end_those_kept_alive(self) -> None:
+        """Count a rank that a thread or process of its own keeps alive after an exception as failed, once it is time."""
+        if self._is_over or self._restart is not None:
+            return
+        patience, now = self._job.patience, time.monotonic()
+        kept = [end for end in self._ends_of_members() if end.code is None and now - end.over_since >= _SOON]
+        if kept and not self._told_kept:
+            self._told_kept = True
+            first = min(kept, key=lambda end: (end.follows, end.over_since))
+            why = "a thread or child process of its own keeps it running"
+            await self._note(f"{first} has failed, but {why}: {first.told}. ddprun waits {patience:g} s for it")
+        late = [end for end in kept if now - end.over_since >= _SOON + patience]
+        for end in late:
+            end.fail()
+        if late:
+            self._take_end(late[0])
 
     def _ends_of_members(self) -> list[End]:
         """Return what is known about the ranks that take part and have started."""
@@ -295,6 +319,7 @@ class Watch:
             self._launch.end()
             return
         self._ranks.clear()
+        self._told_kept = False
         self._members = Members(nodes)
         self._launch.start(nodes)
 

@@ -17,9 +17,9 @@ input calls the method ``do_NAME``, or the function of that name in ``answers``.
 
 ===========  =============================================================================================
 ``answer``   the answer to a message; ``problem`` if it could not be done
-``wrote``    output of a rank on a stream: ``o`` (standard output), ``e`` (standard error), ``s`` (the stacks of
-             its threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
-             :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready)
+``wrote``    output of a rank on a stream: ``o`` (standard output), ``e`` (standard error, or both if they are one),
+             ``s`` (the stacks of its threads, as Python's faulthandler writes them) or ``f`` (the record of its
+             failure, see :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready)
 ``started``  the ranks of this node have started
 ``ended``    a rank has ended; all its output came before
 ``asked``    a signal to this program asks the job to stop

@@ -56,6 +56,7 @@ class Start(NamedTuple):
     environ: dict[str, str]
     cores: set[int]
     size: tuple[int, int] | None  # lines and columns of the terminal to which it writes
+    one_stream: bool  # whether its standard output is its standard error, so that lines keep their order
 
 
 class Rank(NamedTuple):
@@ -77,11 +78,12 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
         The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
     """
     record, stacks = os.pipe(), os.pipe()
-    output, errors = _stream(how.size), _stream(how.size)
+    errors = _stream(how.size)
+    output = errors if how.one_stream else _stream(how.size)
     own = {"TORCHELASTIC_ERROR_FILE": record[1], "DDP_CALLBACKS_STACKS": stacks[1], "DDP_CALLBACKS_NEWS": news}
     files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
     process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
-    for descriptor in (*([] if taken == subprocess.DEVNULL else [taken]), output[1], errors[1]):
+    for descriptor in {taken, output[1], errors[1]} - {subprocess.DEVNULL}:
         os.close(descriptor)
     streams = {output[0]: "o", errors[0]: "e", stacks[0]: "s", record[0]: "f"}
     for descriptor in streams:

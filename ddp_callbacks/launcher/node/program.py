@@ -126,6 +126,7 @@ class Node:
         store: list[str],
         bind: str,
         patience: float | None,
+        one_stream: bool,
         stdin: int | None = None,
         size: tuple[int, int] | None = None,
         shown: list[int] | None = None,
@@ -135,7 +136,8 @@ class Node:
         ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
         before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits
         the descriptor ``stdin``; with ``None``, it reads what :meth:`do_input` brings. The ranks ``shown`` (``None``:
-        all) write to a terminal of this ``size``, in lines and columns, if there is one.
+        all) write to a terminal of this ``size``, in lines and columns, if there is one; with ``one_stream``, standard
+        output and standard error to the same.
         """
         self._stopped.patience = patience
         found = {**defaults, **os.environ, **environ}
@@ -144,7 +146,7 @@ class Node:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._starts[rank] = Start(rank, argv, own, cores, None if shown and rank not in shown else size)
+                self._starts[rank] = Start(rank, argv, own, cores, None if shown and rank not in shown else size, one_stream)
                 self._start_rank(rank, DEVNULL if rank else self._open_input(stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
