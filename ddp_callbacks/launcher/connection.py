@@ -31,6 +31,7 @@ from ddp_callbacks.launcher.remote import (
 from ddp_callbacks.launcher.same import how_to_copy
 
 ANSWER_TIMEOUT = 30.0  # seconds
+_SETUP_TIMEOUT = 1800.0  # seconds more if --setup runs there, as the processes wait for each other
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
@@ -127,7 +128,7 @@ class Connection(asyncio.SubprocessProtocol):
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
         """Send a message; return the node's answer.
 
-        Wait up to ``timeout`` seconds while the node answers heartbeats. ``None``: wait ``answer_timeout`` seconds, in
+        Wait up to ``timeout`` seconds while the node answers heartbeats. ``None``: wait :attr:`patience` seconds, in
         which the node may be silent.
 
         Raises:
@@ -138,7 +139,7 @@ class Connection(asyncio.SubprocessProtocol):
         return await self._answer(timeout)
 
     async def _answer(self, timeout: float | None = None) -> dict[str, Any]:
-        self._asks, seconds = timeout is None, timeout or self._shared.answer_timeout
+        self._asks, seconds = timeout is None, timeout or self.patience
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
@@ -183,6 +184,11 @@ class Connection(asyncio.SubprocessProtocol):
         """Whether an sshd, on the node or on the route, had too many logins."""
         is_ssh = not self.plan.is_here and self.plan.rsh is None
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which it must answer."""
+        return self._shared.answer_timeout + (_SETUP_TIMEOUT if self.plan.setup else 0.0)
 
     @property
     def ends(self) -> list[str | None]:

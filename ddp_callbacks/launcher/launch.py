@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import secrets
@@ -23,6 +24,7 @@ from ddp_callbacks.versions import how_to_install_this
 
 _FIRST = 2.0  # seconds by which a node gives up earlier than the launcher would
 _REACH_TIMEOUT = 3.5  # seconds for a node to connect to others: time for three attempts of TCP
+_LONG = 10.0  # seconds of waiting for nodes until a line says so; again after twice the time
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
@@ -135,7 +137,11 @@ class Launch:
         Raises:
             CannotStart: The job cannot start on a node; nothing was started anywhere.
         """
-        problems = await self._find_problems(self.nodes)
+        waiting = asyncio.create_task(self._say_what_takes_long(say))
+        try:
+            problems = await self._find_problems(self.nodes)
+        finally:
+            waiting.cancel()
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
             raise CannotStart(_lines(problems))
@@ -144,6 +150,14 @@ class Launch:
             await node.close(0)
         self.nodes = reached
         _refuse_machines_named_twice(reached)
+
+    async def _say_what_takes_long(self, say: Callable[[str], None]) -> None:
+        for number in itertools.count():
+            await asyncio.sleep(_LONG * 2**number)
+            late = [node.plan.name for node in self.nodes if not node.place]
+            what = f"--setup {self.job.setup!r}" if self.job.setup else "an answer"
+            if late:
+                say(f"waiting for {what} on {', '.join(late)}; Ctrl-C gives up")
 
     async def add(self, plans: Sequence[NodePlan]) -> list[Connection]:
         """Reach more nodes while the job runs, and check that new processes can take part there.
@@ -187,7 +201,7 @@ class Launch:
         await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
         is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
         program = ("", "") if is_alone else self.job.program
-        await node.look(facts, self._shared.answer_timeout - _FIRST, program)
+        await node.look(facts, node.patience - _FIRST, program)
 
     async def _check(self, node: Connection) -> None:
         await self.reach(node, node.plan.processes)

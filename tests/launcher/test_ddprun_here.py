@@ -38,6 +38,8 @@ from kit.machine import Slowness
 from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.launch import Launch
+from ddp_callbacks.launcher.options import parse_options
 
 ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 
@@ -556,6 +558,27 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
         done = ddprun("--setup", failing, script, cwd=tmp_path, HOME=str(tmp_path))
         says = f"ddprun: localhost: --setup {failing!r} or Python failed {says}.\n"
         assert (done.returncode, done.stderr) == (2, says)
+
+
+def test_commands_that_set_up_a_node_may_take_longer_than_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--setup` may take minutes; a line says that it is waited for."""
+    monkeypatch.setattr("ddp_callbacks.launcher.launch._LONG", 0.5)
+    said = list[str]()
+
+    async def connect() -> None:
+        setup = ["--setup", f"while ! test -e {tmp_path}/told; do sleep 0.01; done", "--chdir", str(tmp_path)]
+        job = parse_options([*setup, write(tmp_path, "")], {})
+        async with Launch(job, answer_timeout=0.2) as launch:
+            await launch.connect(take)
+
+    def take(line: str) -> None:
+        said.append(line)
+        (tmp_path / "told").touch()
+
+    asyncio.run(connect())
+    assert re.fullmatch("waiting for --setup 'while .*' on localhost; Ctrl-C gives up", said[0])
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
