@@ -22,7 +22,11 @@ _BROKEN = re.compile(
 )
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
-_UNWRITTEN = re.compile("unexpected pos|iostream error")  # torch's words for a write that failed
+_REMEDIES = {
+    "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
+    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for input, "
+    "or breakpoint(), if os.environ['RANK'] == '0'",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Record:
             return self.exceptions[-1].partition("\nThis is rank ")[0]  # before the traceback of another rank
         first, last = _words(self.exceptions[0]), _words(self.exceptions[-1])
         text = last if len(self.exceptions) == 1 else f"{last} (after {first})"
-        return f"{text}. torch could not write a file: is its disk full?" if _UNWRITTEN.search(text) else text
+        remedies = [remedy for words, remedy in _REMEDIES.items() if re.search(words, text)]
+        return ". ".join((text, *remedies))
 
 
 def _words(text: str) -> str:

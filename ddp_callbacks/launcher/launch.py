@@ -25,6 +25,7 @@ from ddp_callbacks.versions import how_to_install_this
 _FIRST = 2.0  # seconds by which a node gives up earlier than the launcher would
 _REACH_TIMEOUT = 3.5  # seconds for a node to connect to others: time for three attempts of TCP
 _LONG = 10.0  # seconds of waiting for nodes until a line says so; again after twice the time
+_MANY, _PER_CORE = 256, 8  # processes that a node may have in any case, and for each core
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
@@ -150,6 +151,13 @@ class Launch:
             await node.close(0)
         self.nodes = reached
         _refuse_machines_named_twice(reached)
+        self._refuse_ranks_that_are_not_there(sum(node.place["processes"] for node in reached))
+
+    def _refuse_ranks_that_are_not_there(self, count: int) -> None:
+        missing = sorted(rank for rank in self.job.shown or () if rank >= count)
+        if missing and not self.job.keep_going:  # nodes that join bring more
+            which = "rank 0 alone" if count == 1 else f"ranks 0-{count - 1}"
+            raise CannotStart(f"--show-ranks {missing[0]}: this job has {which}.")
 
     async def _say_what_takes_long(self, say: Callable[[str], None]) -> None:
         for number in itertools.count():
@@ -208,8 +216,11 @@ class Launch:
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
-        if not node.place["processes"]:
+        count, cores = node.place["processes"], node.place["cores"]
+        if not count:
             raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
+        if count > (most := max(_MANY, cores * _PER_CORE)):
+            raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it, and each node reach each other one.

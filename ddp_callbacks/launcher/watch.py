@@ -16,12 +16,14 @@ from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
+from ddp_callbacks.launcher.meant import for_ddprun
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.requests import JOINED, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
+_USAGE = 2  # exit code of a program that does not know its arguments
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 
 
@@ -415,6 +417,8 @@ class Watch:
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._output.note(cause.text)
+        if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
+            self._output.note(f"the script got {flag}, as it stands behind the script. Put ddprun's flags before it")
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

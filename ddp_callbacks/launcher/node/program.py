@@ -146,7 +146,9 @@ class Node:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._starts[rank] = Start(rank, argv, own, cores, None if shown and rank not in shown else size, one_stream)
+                self._starts[rank] = Start(
+                    rank, argv, own, cores, None if shown and rank not in shown else size, one_stream
+                )
                 self._start_rank(rank, DEVNULL if rank else self._open_input(stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
