@@ -24,8 +24,8 @@ _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
 _REMEDIES = {
     "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
-    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for input, "
-    "or breakpoint(), if os.environ['RANK'] == '0'",
+    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for "
+    "input, or breakpoint(), if os.environ['RANK'] == '0'",
 }
 
 

@@ -153,7 +153,7 @@ class Watch:
             self._launch.let_know(ended={str(end.rank): end.code})
 
     async def _end_those_kept_alive(self) -> None:
-        """Count a rank that a thread or process of its own keeps alive after an exception as failed, once it is time."""
+        """Count ranks that their own threads or processes keep alive after an exception as failed, once it is time."""
         if self._is_over or self._restart is not None:
             return
         patience, now = self._job.patience, time.monotonic()
