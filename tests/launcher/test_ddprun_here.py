@@ -39,6 +39,7 @@ from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.launch import Launch
+from ddp_callbacks.launcher.node.program import Node
 from ddp_callbacks.launcher.options import parse_options
 
 ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
@@ -144,8 +145,8 @@ def test_an_answer_that_comes_too_late_answers_nothing_else(tmp_path: Path) -> N
             await node.greet()
             late = f"while ! test -e {tmp_path}/asked; do sleep 0.01; done; echo late"
             with pytest.raises(NodeProblem, match="no answer within"):
-                await node.ask("output", timeout=0.1, argv=["sh", "-c", late], seconds=LIMIT)
-            asking = asyncio.create_task(node.ask("output", argv=["echo", "in time"], seconds=LIMIT))
+                await node.ask(0.1, Node.output, ["sh", "-c", late], LIMIT)
+            asking = asyncio.create_task(node.ask(None, Node.output, ["echo", "in time"], LIMIT))
             await asyncio.sleep(0)  # it has asked
             (tmp_path / "asked").touch()
             return await asking

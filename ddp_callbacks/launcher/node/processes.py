@@ -59,6 +59,28 @@ class Start(NamedTuple):
     one_stream: bool  # whether its standard output is its standard error, so that lines keep their order
 
 
+class StartRanks(NamedTuple):
+    """How the ranks of a node are started.
+
+    ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
+    before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits the
+    descriptor ``stdin``; with ``None``, it reads what the launcher passes on. The ranks ``shown`` (``None``: all) write
+    to a terminal of this ``size``, in lines and columns, if there is one; with ``one_stream``, all to the same.
+    """
+
+    argv: list[str]
+    ranks: list[int]
+    environ: dict[str, str]
+    defaults: dict[str, str]
+    store: list[str]
+    bind: str
+    patience: float | None
+    stdin: int | None = None
+    size: tuple[int, int] | None = None
+    shown: list[int] | None = None
+    one_stream: bool = False
+
+
 class Rank(NamedTuple):
     """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
 
