@@ -181,7 +181,8 @@ class Watch:
         if self._is_over or self._restart is not None:
             return
         patience, now = self._job.patience, time.monotonic()
-        kept = [end for end in self._ends_of_members() if end.code is None and now - end.over_since >= _SOON]
+        heard = [end for end in self._ranks.values() if end.code is None and now - end.over_since >= _SOON]
+        kept = [end for end in heard if end.rank in self._members.ranks]
         if kept and not self._told_kept:
             self._told_kept = True
             first = min(kept, key=lambda end: (end.follows, end.over_since))
