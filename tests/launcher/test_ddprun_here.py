@@ -276,7 +276,8 @@ raise ValueError(f"no data for rank {rank}")
 """
 
 
-@pytest.mark.waits(4)
+@pytest.mark.cold
+@pytest.mark.waits(7)
 def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_ends_the_job(tmp_path: Path) -> None:
     """A failed process that its own thread keeps alive ends the job."""
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
