@@ -279,7 +279,6 @@ raise ValueError(f"no data for rank {rank}")
 @pytest.mark.cold
 @pytest.mark.waits(7)
 def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_ends_the_job(tmp_path: Path) -> None:
-    """A failed process that its own thread keeps alive ends the job."""
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
     done = ddprun(*flags, write(tmp_path, KEPT_ALIVE), cwd=tmp_path)
     kept = "has failed, but a thread or child process of its own keeps it running: ValueError: no data for rank"
@@ -385,7 +384,6 @@ raise ValueError("at the end")
 
 @pytest.mark.parametrize("redirection", ["> said 2>&1", "2> said"])
 def test_lines_keep_their_order_where_output_and_errors_go_to_one_place(tmp_path: Path, redirection: str) -> None:
-    """Output and errors keep their order, or stay apart."""
     words = ["sh", "-c", f'"$@" {redirection}', "sh", *DDPRUN]
     done = ddprun("--no-prefix", write(tmp_path, STREAMS), cwd=tmp_path, command=words)
     kinds = ["out", "err"] if "1" in redirection else ["err"]
@@ -565,7 +563,6 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
 def test_commands_that_set_up_a_node_may_take_longer_than_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--setup` may take minutes; a line says that it is waited for."""
     monkeypatch.setattr("ddp_callbacks.launcher.launch._LONG", 0.5)
     said = list[str]()
 
