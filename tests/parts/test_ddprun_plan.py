@@ -139,8 +139,8 @@ def test_ranks_get_every_variable_that_torchrun_sets() -> None:
     (told,) = starts(plan("t.py"), [(plan("t.py").nodes[0], place)], ("127.0.0.1", 29500))
     theirs = set(re.findall(r'"([A-Z]\w+)":', inspect.getsource(LocalElasticAgent._start_workers)))
     of_one_rank = {"RANK", "LOCAL_RANK", "ROLE_RANK"}  # which the node's program adds
-    assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told["environ"], *told["defaults"], *of_one_rank}
-    assert told["ranks"] == [0, 1]
+    assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told.environ, *told.defaults, *of_one_rank}
+    assert told.ranks == [0, 1]
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
