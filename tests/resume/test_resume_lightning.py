@@ -264,6 +264,42 @@ def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: 
     assert found == {Path(path).name for path in whole.best_k_models}
 
 
+@pytest.mark.parametrize("version", [None, 7])
+def test_a_csv_file_keeps_its_rows_if_a_script_validates_in_front_of_the_fit(tmp_path: Path, version: Any) -> None:
+    def script(name: str, cut: int | None) -> list[dict[str, str]]:
+        resume, module = Resume(tmp_path / f"{name}.ckpt"), Net()
+        logger = CSVLogger(tmp_path / name, version=version)
+        options = {"callbacks": [resume, Asks(resume, cut)], "log_every_n_steps": 1, "logger": logger}
+        made = trainer("ddp_callbacks", **options)
+        with quiet(), contextlib.suppress(Preempted):
+            made.predict(module, loader(13, 5, 9))
+            made.validate(module, loader(13, 5, 9), verbose=False)
+            fit_plainly(made, module)
+        assert len(list((tmp_path / name / "lightning_logs").iterdir())) == 1
+        return rows(Path(logger.log_dir))
+
+    expected = script("whole", None)
+    before = script("cut", 6)
+    assert 1 < len(before) < len(expected)
+    assert before == expected[: len(before)]
+    assert script("cut", None) == expected
+
+
+def test_a_csv_file_keeps_its_rows_if_the_fit_is_refused(tmp_path: Path) -> None:
+    def fit_with(module: Any, stop: int | None) -> list[dict[str, str]]:
+        logger = CSVLogger(tmp_path, version=7, flush_logs_every_n_steps=1)
+        error = None if stop is None else ZeroDivisionError()
+        fit(tmp_path / "run.ckpt", stop, error, module=module, logger=logger, log_every_n_steps=1)
+        return rows(tmp_path / "lightning_logs/version_7")
+
+    before = fit_with(Net(), 6)
+    wide = Net()
+    wide.more = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="model: Net with 83 numbers"):
+        fit_with(wide, None)
+    assert rows(tmp_path / "lightning_logs/version_7") == before
+
+
 @pytest.mark.parametrize("first", [TensorBoardLogger, CSVLogger])
 def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path, first: Any) -> None:
     for stop, logger in ((3, first), (None, TensorBoardLogger)):

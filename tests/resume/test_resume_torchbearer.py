@@ -200,6 +200,28 @@ def test_an_evaluation_between_two_runs_does_not_change_the_epochs_of_the_one_th
     assert_equal(found[1:], expected[1:], relative=0.0)  # what it evaluates in front is the model of the cut
 
 
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_csv_file_keeps_its_rows_if_a_script_evaluates_in_front_of_the_run(tmp_path: Path, call: str) -> None:
+    def script(name: str, cut: int | None) -> list[str]:
+        resume, log = Resume(tmp_path / f"{name}.pt"), CSVLogger(str(tmp_path / name), batch_granularity=True)
+
+        @torchbearer.callbacks.on_step_training
+        def ask(state: Any) -> None:
+            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, cut):
+                resume.preemption.request("the test")
+
+        made = plain(resume, log, ask).with_test_generator(loader())
+        getattr(made, call)()
+        with contextlib.suppress(Preempted):
+            made.run(2)
+        return (tmp_path / name).read_text().splitlines()
+
+    expected = script("whole", None)
+    assert len(expected) == 12
+    assert script("cut", 2) == expected[:9]
+    assert script("cut", None) == expected
+
+
 class Unreadable(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("nothing is to be loaded")
