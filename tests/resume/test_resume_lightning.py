@@ -30,6 +30,7 @@ from trainers_apart import run
 from ways import Way, new_folder
 
 import ddp_callbacks.torchbearer
+from ddp_callbacks.auto import AUTO
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.lightning import Resume
 
@@ -297,6 +298,8 @@ def test_a_csv_file_keeps_its_rows_if_the_fit_is_refused(tmp_path: Path) -> None
     wide.more = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="model: Net with 83 numbers"):
         fit_with(wide, None)
+    with pytest.raises(ConfigurationError, match="this Trainer has SingleDeviceStrategy"):
+        fit_plainly(trainer("auto", logger=CSVLogger(tmp_path, version=7), callbacks=[Resume(tmp_path / "run.ckpt")]))
     assert rows(tmp_path / "lightning_logs/version_7") == before
 
 
@@ -305,6 +308,17 @@ def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path, first: Any) -> 
     for stop, logger in ((3, first), (None, TensorBoardLogger)):
         fit(tmp_path / "run.ckpt", stop, logger=logger(tmp_path))
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+def test_auto_on_one_process_chooses_the_strategy_that_resume_needs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(AUTO, "1")
+    assert trainer("auto").strategy.__class__.__name__ == "SingleDeviceStrategy"
+    for cut in (6, None):
+        resume = Resume(tmp_path / "run.ckpt")
+        made = trainer("auto", callbacks=[resume, Asks(resume, cut)])
+        with contextlib.suppress(Preempted):
+            fit_plainly(made)
+        assert made.global_step == (cut or 8)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
