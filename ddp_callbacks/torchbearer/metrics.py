@@ -213,9 +213,10 @@ class MetricsPass:
         return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
     def _note_term(self, callback: Callback, event: Callable[[State], None], state: State) -> None:
-        before = state[torchbearer.LOSS].detach().clone()  # a callback may add in place
+        before = state.get(torchbearer.LOSS, torch.zeros(())).detach().clone()  # a callback may add in place
         event(state)
-        self._terms[callback] = state[torchbearer.LOSS].detach() - before
+        if torchbearer.LOSS in state:  # a closure of the user's may have other losses
+            self._terms[callback] = state[torchbearer.LOSS].detach() - before
 
     def _replace(self, owner: Any, name: str, method: Any) -> None:
         restore = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (vars(owner).pop, name, None)
