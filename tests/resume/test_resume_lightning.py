@@ -24,10 +24,10 @@ from kit.compare import assert_equal
 from kit.ranks import Nursery, note, run_distributed
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from trainers import Net, loader, outcome, quiet
+from trainers import Net, joined, loader, outcome, quiet
 from trainers import trainer as make_trainer
 from trainers_apart import run
-from ways import Way, new_folder
+from ways import RELATIVE, Way, alone, new_folder, on_ranks
 
 import ddp_callbacks.torchbearer
 from ddp_callbacks.auto import AUTO
@@ -57,6 +57,14 @@ def fit_on_all(path: str) -> None:
 def test_what_is_logged_with_sync_dist_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
     fit(tmp_path / "run.ckpt", 6)
     run_distributed(fit_on_all, 2, str(tmp_path / "run.ckpt"))
+
+
+def test_one_process_reads_the_value_of_a_step_that_two_have_logged() -> None:
+    name = "reading_a_step_behind_a_validation_in_mid_epoch"
+    folder = new_folder([name])
+    first = on_ranks(2, "trainers", Way(resumed_on=-1), [name], folder, {name: 4})[0][name][0]
+    second = on_ranks(1, "trainers", Way(resumed_on=1), [name], folder)[0][name][0]
+    assert_equal(joined(first, second), alone("trainers", name)[0], RELATIVE)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
