@@ -291,8 +291,10 @@ def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor], le
 def _remedy(module: nn.Module, adds_up: bool) -> str:
     if adds_up:
         return (
-            "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
-            '(reduction="sum"), or give the mean.'
+            "Added up without weights the gradients are right: the loss is a sum over the samples, so give "
+            'reduction="sum" to DDPCallback (of a Trial or Trainer), CallbackStrategy (Trainer(strategy=...)) or '
+            "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(float(share.local > 0), 1.0); "
+            "or take the mean."
         )
     layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
     if layers:

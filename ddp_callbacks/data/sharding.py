@@ -190,8 +190,23 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
-    """Yield the batches of a sharded loader, each with its :class:`Share`. A collective, for a loop in plain PyTorch.
+class _WithShares:
+    """Begins a pass each time, as the loader does: a generator that is kept would be empty from the second epoch on."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[tuple[Any, Share]]:
+        batches = iter(self._loader)
+        for batch in batches:
+            share = batches.take_share() if isinstance(batches, ShardedIterator) else None
+            yield batch, share or _share_of_own(batch)
+
+
+def with_shares(loader: Iterable[Any]) -> Iterable[tuple[Any, Share]]:
+    """Return the batches of a sharded loader, each with its :class:`Share`, for a loop in plain PyTorch.
+
+    To iterate over the result begins a pass, as over the loader itself, and is a collective.
 
     Call ``synchronizer.weigh(share.local, share.total)`` before backward (:class:`ddp_callbacks.GradientSynchronizer`).
     If this rank has no sample of a batch, you get a padding batch with a local share of 0: run it like any other.
@@ -199,10 +214,7 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
     Args:
         loader: The result of :func:`shard_loader`; with a single process, the loader itself.
     """
-    batches = iter(loader)
-    for batch in batches:
-        share = batches.take_share() if isinstance(batches, ShardedIterator) else None
-        yield batch, share or _share_of_own(batch)
+    return _WithShares(loader)
 
 
 def _share_of_own(batch: Any) -> Share:

@@ -74,9 +74,9 @@ def train_beside_plain_torch(name: str, relative: float) -> None:
     for batch in (drawn for _ in range(2) for drawn in loader):
         step(alone, optimizer, *batch)
     model, optimizer = network()
-    part, shares = shard_loader(LOADERS[name]()), []
+    part, shares = with_shares(shard_loader(LOADERS[name]())), []  # kept over epochs
     with closing(GradientSynchronizer(model)) as synchronizer:
-        for batch, share in (drawn for _ in range(2) for drawn in with_shares(part)):
+        for batch, share in (drawn for _ in range(2) for drawn in part):
             synchronizer.weigh(share.local, share.total)
             step(model, optimizer, *batch)
             shares.append(share)

@@ -457,7 +457,7 @@ def test_data_that_differ_are_named_and_so_are_keys_that_cannot_be_sent() -> Non
         seen = [float(value) for batch, _ in with_shares(keyed(*keys)) for value in batch]
         assert seen == ([2.0, 3.0, 5.0] if rank else [0.0, 1.0, 4.0])
     with pytest.raises(ConfigurationError, match="must yield integers or strings, or lists and"):
-        next(with_shares(keyed({1}, {2})))
+        next(iter(with_shares(keyed({1}, {2}))))
     begin_run()
     numbers: Any = range(9)
     split, _ = random_split(numbers, [6, 3], torch.Generator().manual_seed(rank))
@@ -468,7 +468,7 @@ def test_data_that_differ_are_named_and_so_are_keys_that_cannot_be_sent() -> Non
     }
     for says, dataset in different.items():
         with pytest.raises(MismatchError, match=rf"the ranks disagree about the data:\n  {says}"):
-            next(with_shares(shard_loader(DataLoader(dataset, 3))))
+            next(iter(with_shares(shard_loader(DataLoader(dataset, 3)))))
         begin_run()
 
 

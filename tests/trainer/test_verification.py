@@ -160,8 +160,9 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     "equal parts": (lambda: verify(known_only, rows=DataLoader(alternating(), SAMPLES)), DIFFERS),
     "sum": (
         lambda: verify(summed, rows=DataLoader(samples(), 6)),
-        "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
-        '(reduction="sum")',
+        "Added up without weights the gradients are right: the loss is a sum over the samples, so give "
+        'reduction="sum" to DDPCallback (of a Trial or Trainer), CallbackStrategy (Trainer(strategy=...)) or '
+        "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(",
     ),
     "batch norm": (
         lambda: verify(cross_entropy, nn.BatchNorm1d(6)),
@@ -275,7 +276,7 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: run_trainer(NormalizedMaskedMean(), masked(29, 8, 0), weight=counted, sync_batchnorm=True),
         PASSES,
     ),
-    "a Trainer with a sum": (lambda: run_trainer(Summed()), 'Say so (reduction="sum")'),
+    "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
     "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layers.0 normalizes by each process's part"),
     "by hand": (lambda: run_trainer(ByHand()), "needs automatic optimization"),
@@ -372,7 +373,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
         "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129). Log",
     ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
-    "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
+    "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),
     "data that each process draws apart": (
         lambda: trainer_tells(rows=drawn_apart()),
         DATA,
