@@ -78,9 +78,9 @@ def is_to_verify(verify: str | None, sync: object, *settings: object) -> bool:
     """Whether to compare the first batch. A mere warning is left out if the user has said how the loss counts.
 
     Args:
-        settings: The user's settings that say so; ``None``, ``"mean"`` and ``"global"`` are the defaults.
+        settings: The user's settings that say so. ``"sum"`` does not say it of terms of the parameters alone.
     """
-    is_default = all(setting in (None, "mean", "global") for setting in settings)
+    is_default = all(setting in (None, "mean", "sum", "global") for setting in settings)
     return verify == "first_batch" or (verify == "warn" and sync == "every_step" and is_default)
 
 
@@ -304,8 +304,9 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     return (
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-        "targets that are known, class weights): give weight=, or correct it. What compares samples with each "
-        "other, as a contrastive loss does, needs the whole batch on each process."
+        "targets that are known, class weights): give weight=, or correct it. A sum must not have terms of the "
+        "parameters alone, unless divided by the number of processes, each of which adds them. What compares samples "
+        "with each other, as a contrastive loss does, needs the whole batch on each process."
     )
 
 

@@ -43,7 +43,7 @@ def train(bed: HostBed, folder: Path, *ways: str, flags: str = "", on: str = "",
     [(4, ["loop", "trial"]), pytest.param(8, ["loop", "trial", "trainer"], marks=pytest.mark.night)],
 )
 def test_four_processes_on_each_of_many_hosts_train_as_one(tmp_path: Path, hosts: int, ways: list[str]) -> None:
-    """16 processes on 4 hosts, and 32 on 8, have one process's numbers."""
+    """32 processes on 8 hosts train as one."""
     with HostBed(hosts) as bed, train(bed, tmp_path, *ways) as run:
         assert run.end() == 0, run.text
     require_truth(tmp_path)

@@ -235,6 +235,14 @@ class Summed(Net):
         return loss
 
 
+class SummedWithATerm(Net):
+    """A sum over the samples, and a term of the parameters, which each process adds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        term = sum(parameter.square().sum() for parameter in self.parameters())
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") + term
+
+
 class HoldsALock(KnownOnly):
     """Which ``copy.deepcopy`` refuses."""
 
@@ -374,6 +382,11 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),
+    "a sum that is said": (lambda: trainer_tells(Summed(), reduction="sum"), ""),
+    "a sum with a term of the parameters": (
+        lambda: trainer_tells(SummedWithATerm(), reduction="sum"),
+        "A sum must not have terms of the parameters alone, unless divided by the number of processes",
+    ),
     "data that each process draws apart": (
         lambda: trainer_tells(rows=drawn_apart()),
         DATA,
