@@ -68,8 +68,8 @@ def announce(what: str, by: str) -> None:
 
 def _say_if_unused() -> None:
     is_main = multiprocessing.parent_process() is None
-    presence = sys.modules.get("ddp_callbacks.process_group.presence")
-    is_used = _announced or getattr(presence, "_current", None) is not None  # it has joined a group by this library
+    presence = sys.modules.get("ddp_callbacks.process_group.presence")  # nothing else imports torch here
+    is_used = _announced or (presence is not None and presence.has_joined())
     if is_main and not is_used and is_auto() and WorkerEnv.from_environ().rank == 0:
         say(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "

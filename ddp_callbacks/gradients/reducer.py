@@ -202,7 +202,7 @@ class Reducer:
             if getattr(layer, "is_synchronized", False) and layer.training:
                 raise ConfigurationError(
                     f"{name} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
-                    "unequal parts come too late behind it. Call weigh_loss(loss, weight, total) of the "
+                    "unequal parts come too late after it. Call weigh_loss(loss, weight, total) of the "
                     "GradientSynchronizer before backward, not weigh(); in a Trial's closure call on_criterion."
                 )
 

@@ -169,7 +169,7 @@ class Launch:
             late = [node.plan.name for node in self.nodes if not node.place]
             what = f"--setup {self.job.setup!r}" if self.job.setup else "an answer"
             if late:
-                say(f"waiting for {what} on {', '.join(late)}; Ctrl-C gives up")
+                say(f"waiting for {what} on {', '.join(late)}; Ctrl-C ends the wait")
 
     async def add(self, plans: Sequence[NodePlan]) -> list[Connection]:
         """Reach more nodes while the job runs, and check that new processes can take part there.

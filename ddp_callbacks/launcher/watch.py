@@ -443,7 +443,7 @@ class Watch:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._output.note(cause.text)
         if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
-            self._output.note(f"the script got {flag}, as it stands behind the script. Put ddprun's flags before it")
+            self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

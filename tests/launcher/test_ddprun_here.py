@@ -577,7 +577,7 @@ def test_commands_that_set_up_a_node_may_take_longer_than_its_answers(
         (tmp_path / "told").touch()
 
     asyncio.run(connect())
-    assert re.fullmatch("waiting for --setup 'while .*' on localhost; Ctrl-C gives up", said[0])
+    assert re.fullmatch("waiting for --setup 'while .*' on localhost; Ctrl-C ends the wait", said[0])
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ UNDERSTOOD = [
         f"{ONE} parses.py --nproc_per_node=2; exit 5",
         5,
         "",
-        "the script got --nproc_per_node=2, as it stands behind the",
+        "the script got --nproc_per_node=2, as it stands after the",
     ),
     (f"{TWO} asks.py", 1, "", "EOF when reading a line. Rank 0 alone reads what you type: let the script ask"),
     (f"{TWO} stops.py", 1, "", "bdb.BdbQuit. Rank 0 alone reads what you type: let the script ask for input"),
