@@ -227,13 +227,13 @@ def _compare_logged(
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
     parts = all_gather_object(dict(own), _DOING, group)
-    joint = {name: math.fsum(part.get(name, 0.0) for part in parts) for name in expected}
+    joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
     sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
     differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
     if not broadcast_object(differ, _DOING, group):
         return
     repeated = again()
-    named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated[n] == expected[n]]
+    named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
     if named := broadcast_object(named, _DOING, group):
         raise MismatchError(
             "the gradient of the first batch is that of one process, but the mean over the processes of what the "

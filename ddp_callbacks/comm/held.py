@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks._torch import content_of, non_persistent_buffers
+from ddp_callbacks._torch import BatchNorm, content_of, non_persistent_buffers
 
 _KIND = operator.attrgetter("dtype", "device")
 
@@ -71,20 +71,21 @@ class Parameters:
     """The differentiable parameters that a module has at one moment.
 
     Attributes:
-        module: The module.
         named: The parameters by name.
         names: The names of the parameters, by id.
         dense, sparse: Those with dense and with sparse gradients.
+        batch_norms: The module's BatchNorm layers by name.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+        self._module = module
         self.named = {name: each for name, each in module.named_parameters() if _is_differentiable(each)}
         self.names = {id(each): name for name, each in self.named.items()}
         self._kinds = [*map(_KIND, self.named.values())]
         are_sparse = _sparse_parameters(module)
         self.dense = [each for each in self.named.values() if id(each) not in are_sparse]
         self.sparse = [each for each in self.named.values() if id(each) in are_sparse]
+        self.batch_norms = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
         self._note_content()
 
     def changes(self) -> dict[str, torch.nn.Parameter] | None:
@@ -96,7 +97,7 @@ class Parameters:
         is_same = len(content) == len(self._content) and all(map(operator.is_, content, self._content))
         if is_same and kinds == self._kinds:
             return None
-        now = Parameters(self.module)
+        now = Parameters(self._module)
         if [*now.names] == [*self.names] and kinds == self._kinds:
             self._note_content()
             return None
@@ -104,11 +105,11 @@ class Parameters:
         return {name: each for name, each in now.named.items() if before.get(id(each)) != _KIND(each)}
 
     def _note_content(self) -> None:
-        self._views = [content.values() for layer in self.module.modules() for content in content_of(layer)]
+        self._views = [content.values() for layer in self._module.modules() for content in content_of(layer)]
         self._content = self._content_now()
 
     def _content_now(self) -> list[Any]:
-        trained = self.module.trained() if isinstance(self.module, Held) else []
+        trained = self._module.trained() if isinstance(self._module, Held) else []
         return [*chain.from_iterable(self._views), *trained]
 
 

@@ -197,8 +197,8 @@ class Reducer:
 
     def _require_weighed_losses(self) -> None:
         """Raise if this rank's gradients were weighted behind layers that had mixed the ranks' gradients."""
-        layers = () if self.weighing.is_at_root else self.known.module.named_modules()
-        for name, layer in layers:
+        layers = {} if self.weighing.is_at_root else self.known.batch_norms
+        for name, layer in layers.items():
             if getattr(layer, "is_synchronized", False) and layer.training:
                 raise ConfigurationError(
                     f"{name} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
