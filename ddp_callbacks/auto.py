@@ -37,9 +37,14 @@ INDEPENDENT = "DDP_CALLBACKS_INDEPENDENT"
 """Environment variable: "1" says that the processes of a job train apart on purpose."""
 
 
+def is_on() -> bool:
+    """Whether ``--auto`` is on."""
+    return os.environ.get(AUTO) == "1"
+
+
 def is_auto() -> bool:
     """Whether ``--auto`` is on, and there are several processes."""
-    return os.environ.get(AUTO) == "1" and WorkerEnv.from_environ().world_size > 1
+    return is_on() and WorkerEnv.from_environ().world_size > 1
 
 
 _announced: set[str] = set()  # the kinds of objects announced so far
@@ -53,7 +58,7 @@ def announce(what: str, by: str) -> None:
         by: The setting that makes it train on all processes.
     """
     env = WorkerEnv.from_environ()
-    if env.rank == 0 and what not in _announced:
+    if env.rank == 0 and env.world_size > 1 and what not in _announced:
         say(
             f"--auto: each {what} of this script trains on {env.world_size} processes, by {by}. All else in the script "
             "runs on each process: loops of your own train apart, and files that it writes itself are written by all."
@@ -63,7 +68,9 @@ def announce(what: str, by: str) -> None:
 
 def _say_if_unused() -> None:
     is_main = multiprocessing.parent_process() is None
-    if is_main and not _announced and is_auto() and WorkerEnv.from_environ().rank == 0:
+    presence = sys.modules.get("ddp_callbacks.process_group.presence")  # nothing else imports torch here
+    is_used = _announced or (presence is not None and presence.has_joined())
+    if is_main and not is_used and is_auto() and WorkerEnv.from_environ().rank == 0:
         say(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
             "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
@@ -74,7 +81,7 @@ def _say_if_unused() -> None:
 
 def watch_imports() -> None:
     """From now on, after the first import of Lightning or Torchbearer, make it train on all processes, or warn."""
-    if os.environ.get(AUTO) == "1":
+    if is_on():
         atexit.register(_say_if_unused)
         functions: dict[str, Callable[[], None]] = {
             "lightning.pytorch": lambda: _import_ours("lightning"),

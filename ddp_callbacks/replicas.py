@@ -36,6 +36,10 @@ _FOLLOWS = (
     "Compute such a buffer from the data of all ranks (all_reduce, all_gather_object). With persistent=False "
     "each rank keeps its own, and what depends on it differs from one process's numbers."
 )
+_CACHE = (
+    "Unless it is about this rank's samples alone, what depends on it differs from one process's numbers: compute it "
+    "from the data of all ranks (all_reduce, all_gather_object)."
+)
 
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -68,7 +72,8 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
     Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The ranks'
     batches are parts of the same batches, so the weighted mean of the (unbiased) variances estimates the variance of
     the whole. If no rank has seen a sample, the running statistics stay unchanged. If another buffer differs between
-    the ranks, as it follows each one's data, rank 0 warns with its name.
+    the ranks, as it follows each one's data, rank 0 warns with its name, also if it is not persistent, which stays each
+    rank's own.
 
     Args:
         module: The same model on every rank; its buffers are overwritten.
@@ -84,25 +89,40 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
     statistics = list(running_statistics(module))
     tracked = {id(buffer) for buffer in statistics}
     _weighted_mean(statistics, samples, group)
-    others = {name: each for name, each in persistent_buffers(module).items() if id(each) not in tracked}
-    _copy_buffers(others, group)
+    others = {f"buffer {name}": each for name, each in module.named_buffers() if id(each) not in tracked}
+    persistent = {f"buffer {name}" for name in persistent_buffers(module)}
+    _copy_buffers(others, persistent, group)
 
 
-def _copy_buffers(buffers: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite buffers with rank 0's, if they differ; name those that follow each rank's data."""
+def _copy_buffers(buffers: dict[str, torch.Tensor], persistent: set[str], group: dist.ProcessGroup | None) -> None:
+    """Overwrite persistent buffers with rank 0's, if they differ; name all that follow each rank's data."""
     if not buffers:
         return
-    own = {f"buffer {name}": [describe(each), checksum_of(each)] for name, each in buffers.items()}
+    own = {name: [describe(each), checksum_of(each)] for name, each in buffers.items()}
     by_rank = all_gather_object(own, _BUFFERS, group)
     if all(found == by_rank[0] for found in by_rank):
         return
-    require_agreement({name: shape for name, (shape, _) in own.items()}, _BUFFERS, _FOLLOWS, group)
-    differing = [name for name in own if len({found[name][1] for found in by_rank}) > 1]
-    names = [name for name in differing if not name.endswith("num_batches_tracked")]  # a rank may have had no samples
-    if names and get_rank(group) == 0:
-        text = f"{', '.join(names)} differed between the ranks, each of which has other data; all got rank 0's values."
-        warnings.warn(f"{text} {_FOLLOWS}", stacklevel=3)
-    broadcast_all([buffers[name.removeprefix("buffer ")] for name in differing], _BUFFERS, group)
+    shapes = {name: shape for name, (shape, _) in own.items() if name in persistent}
+    require_agreement(shapes, _BUFFERS, _FOLLOWS, group)
+    differing = [name for name in own if _differs(name, by_rank)]
+    copied = [name for name in differing if name in persistent]
+    names = [name for name in copied if not name.endswith("num_batches_tracked")]  # a rank may have had no samples
+    if get_rank(group) == 0:
+        _warn(names, f"all got rank 0's values. {_FOLLOWS}")
+        _warn([name for name in differing if name not in persistent], f"each keeps its own. {_CACHE}")
+    broadcast_all([buffers[name] for name in copied], _BUFFERS, group)
+
+
+def _differs(name: str, by_rank: list[dict[str, Any]]) -> bool:
+    """Whether a buffer has one shape on all ranks, but other values. (The shape of a cache may follow the batch's.)"""
+    shapes, contents = ({found[name][part] if name in found else None for found in by_rank} for part in (0, 1))
+    return len(shapes) == 1 and len(contents) > 1
+
+
+def _warn(names: list[str], what_follows: str) -> None:
+    if names:
+        text = f"{', '.join(names)} differed between the ranks, each of which has other data; {what_follows}"
+        warnings.warn(text, stacklevel=5)
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -39,6 +39,7 @@ Weight = Callable[[], tuple[float, float | None]]
 _DOING = "the comparison of a batch's gradients"
 _COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
 _TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
+_ROUNDING = 1e-6  # of a logged value near 0
 _log = logging.getLogger("ddp_callbacks")
 
 
@@ -50,11 +51,13 @@ class Computation:
         parts: The module whose gradients are compared, and other objects, such as a loss function.
         loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
         instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
+        logged: Returns what the last call of ``loss_of`` has logged as means over its samples, by name.
     """
 
     parts: Sequence[Any]
     loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
     instead: Mapping[int, Any] = field(default_factory=dict)
+    logged: Callable[[], Mapping[str, float]] = dict
 
 
 def check_verify(verify: str | None, sync: object) -> None:
@@ -75,9 +78,9 @@ def is_to_verify(verify: str | None, sync: object, *settings: object) -> bool:
     """Whether to compare the first batch. A mere warning is left out if the user has said how the loss counts.
 
     Args:
-        settings: The user's settings that say so; ``None``, ``"mean"`` and ``"global"`` are the defaults.
+        settings: The user's settings that say so. ``"sum"`` does not say it of terms of the parameters alone.
     """
-    is_default = all(setting in (None, "mean", "global") for setting in settings)
+    is_default = all(setting in (None, "mean", "sum", "global") for setting in settings)
     return verify == "first_batch" or (verify == "warn" and sync == "every_step" and is_default)
 
 
@@ -172,19 +175,20 @@ def _compare(
 ) -> None:
     attempt, shared = functools.partial(_attempt, group, is_strict), SharedRandomState(group=group)
 
-    def compute(batch: Any, fraction_of: Callable[[], float]) -> tuple[float, list[torch.Tensor]]:
+    def compute(batch: Any, fraction_of: Callable[[], float]) -> tuple[float, list[torch.Tensor], dict[str, float]]:
         with ExitStack() as stack:
             copies = attempt(lambda: _copies(computation, stack, is_strict))
             loss = attempt(lambda: computation.loss_of(copies, batch))
             fraction = fraction_of()
-            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, copies[0]))
+            logged = {name: fraction and fraction * value for name, value in computation.logged().items()}
+            return fraction, attempt(lambda: _weighed_gradients(loss, fraction, copies[0])), logged
 
-    def of_whole() -> list[torch.Tensor]:
+    def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
         with shared.drawing():
-            return compute(whole, lambda: 1.0)[1]
+            return compute(whole, lambda: 1.0)[1:]
 
-    fraction, own = compute(part, lambda: _fraction(weight, group))
-    expected = of_whole()
+    fraction, own, logged = compute(part, lambda: _fraction(weight, group))
+    expected, logged_whole = of_whole()
     if not any(map(_largest, expected)):
         raise ConfigurationError(
             "the gradients of the first batch cannot be compared: its loss depends on no parameter of the copy of the "
@@ -193,8 +197,9 @@ def _compare(
     found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
     differing = broadcast_object(found, _DOING, group)
     if not differing:
+        _compare_logged(logged, logged_whole, lambda: of_whole()[1], group)
         return
-    if broadcast_object(_differences(of_whole(), expected), _DOING, group):
+    if broadcast_object(_differences(of_whole()[0], expected), _DOING, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "even with dropout layers off. The model is random, or its gradients are not finite."
@@ -207,6 +212,34 @@ def _compare(
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
     raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
+
+
+def _compare_logged(
+    own: Mapping[str, float],
+    expected: Mapping[str, float],
+    again: Callable[[], Mapping[str, float]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raise if the mean over the parts of a logged value is not that of the whole batch. A collective.
+
+    Args:
+        own: The values of this rank's part, times its fraction.
+        again: Computes those of the whole batch once more: some, such as times, differ each time.
+    """
+    parts = all_gather_object(dict(own), _DOING, group)
+    joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
+    sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
+    differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
+    if not broadcast_object(differ, _DOING, group):
+        return
+    repeated = again()
+    named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
+    if named := broadcast_object(named, _DOING, group):
+        raise MismatchError(
+            "the gradient of the first batch is that of one process, but the mean over the processes of what the "
+            f"training step logs is not: {', '.join(named)}. Log a mean over the samples; a count with "
+            'reduce_fx="sum" or as a torchmetrics.SumMetric; anything else, computed from all samples, as a metric.'
+        )
 
 
 def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -258,8 +291,10 @@ def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor], le
 def _remedy(module: nn.Module, adds_up: bool) -> str:
     if adds_up:
         return (
-            "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
-            '(reduction="sum"), or give the mean.'
+            "Added up without weights the gradients are right: the loss is a sum over the samples, so give "
+            'reduction="sum" to DDPCallback (of a Trial or Trainer), CallbackStrategy (Trainer(strategy=...)) or '
+            "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(float(share.local > 0), 1.0); "
+            "or take the mean."
         )
     layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
     if layers:
@@ -269,8 +304,9 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     return (
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-        "targets that are known, class weights): give weight=, or correct it. What compares samples with each "
-        "other, as a contrastive loss does, needs the whole batch on each process."
+        "targets that are known, class weights): give weight=, or correct it. A sum must not have terms of the "
+        "parameters alone, unless divided by the number of processes, each of which adds them. What compares samples "
+        "with each other, as a contrastive loss does, needs the whole batch on each process."
     )
 
 

@@ -17,6 +17,7 @@ exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -93,6 +94,11 @@ class Weighing:
         """
         if self.total is None and not self._supposed:
             self._supposed = sum_over_ranks(self.weight)
+
+    @property
+    def is_at_root(self) -> bool:
+        """Whether gradients keep the weights that the losses have: those of equal parts need none."""
+        return self._factor == 1 and math.isclose(self.unit, 1 / self._world_size)
 
     @property
     def unit(self) -> float:

@@ -1,7 +1,8 @@
 """Let one job at a time write a path: it locks a file next to the path, which names the process.
 
-The kernel frees the lock whenever and however the process ends. Forked children, such as loader workers that outlive
-it, do not inherit the lock.
+The kernel frees the lock whenever and however the process ends. It belongs to the open file: a POSIX lock would be gone
+as soon as other code of the process has read the file, as a copy of the folder does. So a forked child, such as a
+loader worker that outlives the process, closes the file.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import socket
+import struct
 import time
+import weakref
 from datetime import datetime
 
 from ddp_callbacks.errors import CheckpointError, say
@@ -20,6 +24,7 @@ PATIENCE = 5.0
 """Seconds to wait for another process to release the path: a predecessor of this process may still be ending."""
 
 _PAUSE = 0.1
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock, on all 64-bit Linux
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -35,15 +40,26 @@ class Claim:
     def __init__(self, path: str) -> None:
         self._path = f"{path}.lock"
         self._file = _lock(self._path, path)
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
         _write_owner(self._file)
 
     def release(self) -> None:
         """Let others write. Safe to call twice."""
-        file, self._file = self._file, -1
-        if file >= 0:
+        if self._file >= 0:
             with contextlib.suppress(OSError):  # before unlocking: others check that it still exists
                 os.remove(self._path)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which frees the lock if no other process has it open. Safe to call twice."""
+        file, self._file = self._file, -1
+        if file >= 0:
             os.close(file)
+
+
+def _close_in_child(claim: weakref.ref[Claim]) -> None:
+    if (inherited := claim()) is not None:
+        inherited.close()
 
 
 def _lock(lock: str, path: str) -> int:
@@ -51,7 +67,7 @@ def _lock(lock: str, path: str) -> int:
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
             if _is_still(file, lock):
                 return file
         except OSError as error:

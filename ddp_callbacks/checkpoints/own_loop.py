@@ -120,8 +120,21 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
             f"{opened.path} must hold the objects {sorted(objects)}, got {sorted(there)}. Pass the names that "
             "save_checkpoint got, or another path to start from the beginning."
         )
+    for name, value in objects.items():
+        if isinstance(value, torch.optim.Optimizer):
+            _require_same_groups(name, value, saved.shared[_OBJECTS][name], opened.path)
     _load_all(objects, saved.shared, states, group)
     return True
+
+
+def _require_same_groups(name: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
+    saved, own = ([len(group["params"]) for group in each["param_groups"]] for each in (state, optimizer.state_dict()))
+    if saved != own:
+        raise CheckpointError(
+            f"{path} has for {name!r} ({type(optimizer).__name__}) groups of {saved} parameters, this one has {own}. "
+            "Call add_param_group before load_checkpoint as before the save, or take another path to start from the "
+            "beginning."
+        )
 
 
 def _opened(file: CheckpointFile | str | os.PathLike[str]) -> AbstractContextManager[CheckpointFile]:

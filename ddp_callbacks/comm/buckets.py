@@ -92,11 +92,13 @@ class Bucket:
         slots: The positions of its parameters in the reducer's list.
         pool: Memory for their gradients.
         names: Their names.
+        run: The run in which their synchronizer was made. Others may have parameters with these names.
     """
 
-    def __init__(self, index: int, slots: list[int], pool: BufferPool, names: Sequence[str]) -> None:
+    def __init__(self, index: int, slots: list[int], pool: BufferPool, names: Sequence[str], run: int = 1) -> None:
         self.index = index
-        self.doing = f"the gradients of {names[0]}" + f" to {names[-1]}" * (len(names) > 1)
+        which = f" (synchronizer {run})" * (run > 1)
+        self.doing = f"the gradients of {names[0]}" + f" to {names[-1]}" * (len(names) > 1) + which
         self.slots = slots
         self.pool = pool
         self.deferred = False  # a gradient came twice before: launch at the end of backward

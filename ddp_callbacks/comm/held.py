@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks._torch import content_of, non_persistent_buffers
+from ddp_callbacks._torch import BatchNorm, content_of, non_persistent_buffers
 
 _KIND = operator.attrgetter("dtype", "device")
 
@@ -74,6 +74,7 @@ class Parameters:
         named: The parameters by name.
         names: The names of the parameters, by id.
         dense, sparse: Those with dense and with sparse gradients.
+        batch_norms: The module's BatchNorm layers by name.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -84,6 +85,7 @@ class Parameters:
         are_sparse = _sparse_parameters(module)
         self.dense = [each for each in self.named.values() if id(each) not in are_sparse]
         self.sparse = [each for each in self.named.values() if id(each) in are_sparse]
+        self.batch_norms = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
         self._note_content()
 
     def changes(self) -> dict[str, torch.nn.Parameter] | None:

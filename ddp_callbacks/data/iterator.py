@@ -58,6 +58,9 @@ class Drawn(Protocol):
     def position(self, drawn: int) -> Mapping[str, Any]:
         """Return the position after ``drawn`` batches of the pass, as tensors and plain data. Local."""
 
+    def checksum(self, drawn: int) -> int:
+        """Return a checksum of the first ``drawn`` batches; 0 if they are equal on all ranks in any case. Local."""
+
 
 class Source:
     """A source of batches for a sharded loader.
@@ -140,7 +143,7 @@ class Pass:
         self.used += 1
         self._handed_out += 1
         if self._here is not None:
-            self._here.drawn.note(self.used)
+            self._here.drawn.note(self.used, self._drawn.checksum(self.used * self._source.divider.per_step))
         if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
             self.first = None
         return self._shares.popleft()

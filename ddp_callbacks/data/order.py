@@ -148,6 +148,10 @@ class Order(Iterable[Any]):
         with self._state.drawing():
             return list(itertools.islice(self._batches, count))
 
+    def checksum(self, _: int) -> int:
+        """Return 0: all ranks have the indices that rank 0 sent."""
+        return 0
+
     def position(self, _: int) -> Mapping[str, Any]:
         """Return the sampler's position, wherever the loader is, as plain data and tensors. Local.
 

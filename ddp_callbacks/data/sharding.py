@@ -193,8 +193,25 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Iterator[tuple[Any, Share]]:
-    """Yield the batches of a sharded loader, each with its :class:`Share`. A collective, for a loop in plain PyTorch.
+class _WithShares:
+    """Begins a pass each time, as the loader does: a generator that is kept would be empty from the second epoch on."""
+
+    def __init__(self, loader: Iterable[Any], draws: WholeDraws | None) -> None:
+        self._loader, self._draws = loader, draws
+
+    def __iter__(self) -> Iterator[tuple[Any, Share]]:
+        batches = iter(self._loader)
+        for number, batch in enumerate(batches):
+            if number == 0 and self._draws is not None and get_world_size() > 1:
+                self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
+            share = batches.take_share() if isinstance(batches, ShardedIterator) else None
+            yield batch, share or _share_of_own(batch)
+
+
+def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Iterable[tuple[Any, Share]]:
+    """Return the batches of a sharded loader, each with its :class:`Share`, for a loop in plain PyTorch.
+
+    To iterate over the result begins a pass, as over the loader itself, and is a collective.
 
     Call ``synchronizer.weigh(share.local, share.total)`` before backward (:class:`ddp_callbacks.GradientSynchronizer`).
     If this rank has no sample of a batch, you get a padding batch with a local share of 0: run it like any other.
@@ -204,12 +221,7 @@ def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Itera
         draws: What gives the batches' random numbers: it continues on all ranks from rank 0's random state, as it is
             when rank 0 has drawn the order of the batches.
     """
-    batches = iter(loader)
-    for number, batch in enumerate(batches):
-        if number == 0 and draws is not None and get_world_size() > 1:
-            draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
-        share = batches.take_share() if isinstance(batches, ShardedIterator) else None
-        yield batch, share or _share_of_own(batch)
+    return _WithShares(loader, draws)
 
 
 def _share_of_own(batch: Any) -> Share:

@@ -80,8 +80,6 @@ class _Produced:
 
     def _note(self, batch: Any) -> None:
         self._drawn += 1
-        if self._start is None:  # of a loader that does not resume
-            return
         self._checksum = checksum_of_content(batch, self._checksum)
         self._checksums.append((self._drawn, self._checksum))
         self._first = self._first or self._checksum
@@ -98,11 +96,14 @@ class _Produced:
             self._note(batch)
             yield batch
 
+    def checksum(self, drawn: int) -> int:
+        return dict(self._checksums).get(min(drawn, self._drawn), 0)
+
     def position(self, drawn: int) -> Mapping[str, Any]:
         whole, drawn = self._whole, min(drawn, self._drawn)
         found = {
             "drawn": drawn,
-            "checksum": dict(self._checksums).get(drawn),
+            "checksum": self.checksum(drawn) or None,
             "again": {"drawn": 1, "checksum": self._first},
             "begin": self._state.begin,
             "attributes": self._attributes,

@@ -1,4 +1,4 @@
-"""Hooks that tell a :class:`.reducer.Reducer` when a gradient is complete, and when the outermost backward ends."""
+"""Hooks that tell a :class:`.reducer.Reducer` of a complete gradient, of a backward's end, and of a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
@@ -44,6 +45,7 @@ class BackwardHooks:
             hook = self._hook(slot, *places.get(slot, (None, 0)))
             with trainable(parameter):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))  # which may contain the backward
 
     def synchronize(self) -> None:
         """Synchronize now. A collective. Does nothing during a backward, whose end synchronizes."""
@@ -69,6 +71,10 @@ class BackwardHooks:
                     self._reducer.mark(bucket, position)
 
         return hook
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._reducer.weighing.accumulates:
+            self._reducer.require_synchronized(p for group in optimizer.param_groups for p in group["params"])
 
     def _begin(self) -> None:
         if not self._reducer.rounds:

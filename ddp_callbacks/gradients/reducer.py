@@ -7,7 +7,8 @@ earlier backwards, and the metadata has a checksum of the trained parameters: if
 buckets missing from the prediction follow; buckets predicted in vain contain zeros.
 
 The checksum includes the number of batches that a rank has drawn since the last synchronization: a rank that leaves out
-the backward of a batch would otherwise add its gradient of the next batch to the others' gradients of this one.
+the backward of a batch would otherwise add its gradient of the next batch to the others' gradients of this one. It
+includes the content of whole batches, of which each rank takes its part: a stream may depend on what the rank has done.
 
 [Note: a gradient that comes twice]
 With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
@@ -18,7 +19,8 @@ late contributions to the bucket as well, and from then on launch this bucket at
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -34,10 +36,15 @@ from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.step_times import StepTimes
 from ddp_callbacks.weighing import Weighing
 
-_REMEDY = (
-    "Freeze the same parameters on every rank (requires_grad), before the same backward. Call backward for each batch "
-    "on every rank, of loss * 0 if its part must not count: otherwise gradients of different batches are added up."
+_BACKWARD_FOR_ALL = (
+    "Call backward for each batch on every rank, of loss * 0 if its part must not count: otherwise gradients of "
+    "different batches are added up."
 )
+_SAME_BATCHES = (
+    "Every process takes its part of the batches that a stream or an own loader yields. Let them depend neither on "
+    "what the training step draws nor on this process's part or loss."
+)
+_SAME_PARAMETERS = "Freeze the same parameters on every rank (requires_grad), before the same backward."
 
 
 class Reducer:
@@ -70,7 +77,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
-        self._times, self._drawn = times, presence().drawn
+        self._times, self._drawn, self._run = times, presence().drawn, presence().run
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
@@ -84,7 +91,7 @@ class Reducer:
     def _bucket(self, index: int, slots: list[int]) -> Bucket:
         parameters = [self.parameters[slot] for slot in slots]
         pool = BufferPool(parameters, self._format.numel, self._sums.allocate)
-        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters])
+        return Bucket(index, slots, pool, [self.known.names[id(parameter)] for parameter in parameters], self._run)
 
     def note_used(self, names: Container[str]) -> None:
         """Note that the parameters with these names have a gradient that is not synchronized yet."""
@@ -138,6 +145,7 @@ class Reducer:
         """Send the remaining buckets, and wait for all sums; set the gradients to these. A collective."""
         self._times.mark("in backward")
         self._require_known()
+        self._require_weighed_losses()
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
@@ -165,6 +173,18 @@ class Reducer:
         self.rounds += 1
         self._times.mark(None)
 
+    def require_synchronized(self, stepped: Iterable[torch.Tensor]) -> None:
+        """Raise if an optimizer has stepped with gradients of ``no_sync``, which only this rank has. Local."""
+        waiting = {id(each): each for each, used in zip(self.parameters, self.used, strict=True) if used}
+        for parameter in stepped:
+            if parameter.grad is not None and id(parameter) in waiting:
+                raise ConfigurationError(
+                    f"an optimizer has stepped with a gradient of parameter {self.known.names[id(parameter)]} that no "
+                    "backward has synchronized: each process has stepped with its own. Leave no_sync (Fabric: "
+                    "no_backward_sync) for the last backward before a step, also if the epoch ends before that, or "
+                    "call synchronize() of the GradientSynchronizer before the step."
+                )
+
     def _require_known(self) -> None:
         """Raise if a parameter has a gradient that no bucket sends, or has another dtype than its bucket."""
         for name, parameter in (self.known.changes() or {}).items():
@@ -173,6 +193,17 @@ class Reducer:
                     f"parameter {name} was added, replaced or moved since the forward pass began, so its gradient "
                     "would not be summed over the processes. Change the model between two steps, and call weigh(), or "
                     "follow(), of the GradientSynchronizer before the next forward pass."
+                )
+
+    def _require_weighed_losses(self) -> None:
+        """Raise if this rank's gradients were weighted behind layers that had mixed the ranks' gradients."""
+        layers = {} if self.weighing.is_at_root else self.known.batch_norms
+        for name, layer in layers.items():
+            if getattr(layer, "is_synchronized", False) and layer.training:
+                raise ConfigurationError(
+                    f"{name} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
+                    "unequal parts come too late after it. Call weigh_loss(loss, weight, total) of the "
+                    "GradientSynchronizer before backward, not weigh(); in a Trial's closure call on_criterion."
                 )
 
     def _launch(self, bucket: Bucket) -> None:
@@ -194,7 +225,8 @@ class Reducer:
         """Return a checksum of what must be trained alike; float32 holds its sum over the ranks exactly."""
         dense = [is_frozen for bucket in self.buckets for is_frozen in bucket.frozen]
         sparse = [not parameter.requires_grad for parameter in self.parameters[self.dense :]]
-        return float(zlib.crc32(bytes(dense + sparse), self._drawn.count) % ((1 << 24) // self._group.size()))
+        drawn = self._drawn.count ^ self._drawn.checksum
+        return float(zlib.crc32(bytes(dense + sparse), drawn) % ((1 << 24) // self._group.size()))
 
     def _exchange_metadata(self) -> torch.Tensor:
         """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
@@ -235,6 +267,8 @@ class Reducer:
         """Raise on all ranks if they train on different batches, or train different parameters."""
         if trained == self._trained() * self._group.size():
             return
+        agree, drawn = partial(require_agreement, group=self._group), self._drawn
+        agree({"drawn since the last backward": str(drawn)}, "the batches of this backward", _BACKWARD_FOR_ALL)
+        agree({f"checksum up to {drawn}": str(drawn.checksum)}, "the content of the batches", _SAME_BATCHES)
         settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
-        drawn = {"drawn since the last backward": str(self._drawn)}
-        require_agreement(drawn | settings, "what this backward trains", _REMEDY, self._group)
+        agree(settings, "what this backward trains", _SAME_PARAMETERS)

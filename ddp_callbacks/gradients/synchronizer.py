@@ -73,7 +73,8 @@ class GradientSynchronizer:
 
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range. Here and in the first backward: a
-            parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``).
+            parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``). From the step of
+            an optimizer: gradients of its parameters wait in :meth:`no_sync`.
         MismatchError: The ranks' models or settings differ. From backward: they train different parameters,
             or have drawn unequal numbers of batches since the last one.
         PeerError: From backward: another rank failed or died.
@@ -206,7 +207,7 @@ class GradientSynchronizer:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated gradients.
 
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
-        backwards. Nothing blocks inside.
+        backwards. Nothing blocks inside. An optimizer must not step with gradients that have not been sent.
         """
         before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
         if self._reducer is not None:

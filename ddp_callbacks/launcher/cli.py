@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -27,6 +28,11 @@ def main() -> None:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"ddprun: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # Python would try again
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except ConfigurationError as error:

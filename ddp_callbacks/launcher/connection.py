@@ -9,15 +9,17 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
+from ddp_callbacks.launcher.node.program import Node
+from ddp_callbacks.launcher.node.reports import KINDS, Closed, Report
 from ddp_callbacks.launcher.remote import (
     FIRST_LINE,
     READY,
@@ -30,7 +32,9 @@ from ddp_callbacks.launcher.remote import (
 )
 from ddp_callbacks.launcher.same import how_to_copy
 
+P = ParamSpec("P")
 ANSWER_TIMEOUT = 30.0  # seconds
+_SETUP_TIMEOUT = 1800.0  # seconds more if --setup runs there, as the processes wait for each other
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
@@ -51,11 +55,8 @@ class Refused(NodeProblem):
 
 
 class Event(NamedTuple):
-    """A message from a node, see :mod:`ddp_callbacks.launcher.node`, or ``closed`` at its end."""
-
     node: Connection
-    do: str
-    values: dict[str, Any]
+    report: Report
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Shared:
     Attributes:
         patience: Seconds of silence after which a connection counts as lost.
         answer_timeout: Seconds to wait for an answer.
-        events: A queue for all messages from the nodes other than answers and heartbeats.
+        events: A queue for all reports of the nodes other than heartbeats.
         logins: Limits the simultaneous logins, as sshd refuses more (MaxStartups).
     """
 
@@ -76,7 +77,7 @@ class Shared:
 
 
 class Connection(asyncio.SubprocessProtocol):
-    """Talks to one node. Its messages other than answers and heartbeats are events. One :meth:`ask` at a time.
+    """Talks to one node: calls the methods of its :class:`Node`. One :meth:`ask` at a time.
 
     Attributes:
         greeted: Whether the node's program has answered.
@@ -124,21 +125,23 @@ class Connection(asyncio.SubprocessProtocol):
         await self._answer()
         self._write(opening(self.plan))
 
-    async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
-        """Send a message; return the node's answer.
+    async def ask(
+        self, timeout: float | None, call: Callable[Concatenate[Node, P], Any], *values: P.args, **named: P.kwargs
+    ) -> dict[str, Any]:
+        """Call a method of the node's program; return its answer.
 
-        Wait up to ``timeout`` seconds while the node answers heartbeats. ``None``: wait ``answer_timeout`` seconds, in
+        Wait up to ``timeout`` seconds while the node answers heartbeats. ``None``: wait :attr:`patience` seconds, in
         which the node may be silent.
 
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
         self._question += 1
-        self.tell(do, question=self._question, **values)
+        self._write(encode(call.__name__, self._question, values, named))
         return await self._answer(timeout)
 
     async def _answer(self, timeout: float | None = None) -> dict[str, Any]:
-        self._asks, seconds = timeout is None, timeout or self._shared.answer_timeout
+        self._asks, seconds = timeout is None, timeout or self.patience
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
@@ -171,7 +174,7 @@ class Connection(asyncio.SubprocessProtocol):
             try:
                 async with self._shared.logins:
                     await self._open()
-                    self.hello = await self.ask("hello", silence=self._shared.patience, grace=grace)
+                    self.hello = await self.ask(None, Node.hello, self._shared.patience, grace)
                 break
             except NodeProblem:
                 if pause is None or not self._was_turned_away():
@@ -183,6 +186,11 @@ class Connection(asyncio.SubprocessProtocol):
         """Whether an sshd, on the node or on the route, had too many logins."""
         is_ssh = not self.plan.is_here and self.plan.rsh is None
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which it must answer."""
+        return self._shared.answer_timeout + (_SETUP_TIMEOUT if self.plan.setup else 0.0)
 
     @property
     def ends(self) -> list[str | None]:
@@ -204,7 +212,7 @@ class Connection(asyncio.SubprocessProtocol):
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all later processes, check that the script exists."""
         try:
-            await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
+            await self.ask(None, Node.enter, self.plan.cwd, environ, script)
         except Refused as problem:
             other = "" if self.plan.is_here else f". {how_to_copy(self.plan)}. Or choose another folder with --chdir"
             raise Refused(f"{problem}{other}") from None
@@ -214,7 +222,7 @@ class Connection(asyncio.SubprocessProtocol):
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
         plan, text = self.plan, Path(facts.__file__).read_text()
         words = plan.words(plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
-        said = await self.ask("output", argv=words, seconds=seconds)
+        said = await self.ask(None, Node.output, words, seconds)
         if said["code"]:
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
             raise NodeProblem(f"needs Python 3.11 or newer: {error or 'exit code ' + str(said['code'])}")
@@ -223,14 +231,14 @@ class Connection(asyncio.SubprocessProtocol):
 
     async def listen(self, address: str, port: int) -> None:
         """Hold a port; 0 finds a free one. On the first node it is that of the ranks' store."""
-        held = await self.ask("listen", address=address, port=port)
+        held = await self.ask(None, Node.listen, address, port)
         self.held = address, int(held["port"])
         self.use(held["address"])
 
     async def reach(self, others: Sequence[Connection], seconds: float) -> str:
         """Connect to the ports that other nodes hold; return its own address on the way to the first of them."""
         held = [other.held for other in others]
-        found = (await self.ask("reach", addresses=held, seconds=seconds))["found"]
+        found = (await self.ask(None, Node.reach, held, seconds))["found"]
         failed = [(other, says) for other, (_, says) in zip(others, found, strict=True) if says]
         if not failed:
             return str(found[0][0])
@@ -247,9 +255,9 @@ class Connection(asyncio.SubprocessProtocol):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def tell(self, do: str, **values: Any) -> None:
-        """Send a message that has no answer."""
-        self._write(encode(do, **values))
+    def tell(self, call: Callable[Concatenate[Node, P], None], *values: P.args, **named: P.kwargs) -> None:
+        """Call a method of the node's program that has no answer."""
+        self._write(encode(call.__name__, None, values, named))
 
     async def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""
@@ -306,7 +314,7 @@ class Connection(asyncio.SubprocessProtocol):
         """
         while True:
             await asyncio.sleep(_BEAT)
-            self.tell("beat")
+            self.tell(Node.beat)
             silence = asyncio.get_running_loop().time() - self._heard
             # While the node works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
             if silence > self._shared.patience and not self._asks and self._waiting < _MANY:
@@ -323,7 +331,7 @@ class Connection(asyncio.SubprocessProtocol):
             self.is_open = False
             self._answers.put_nowait(None)
             if self.greeted:
-                self.put("closed")
+                self.put(Closed())
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -333,7 +341,7 @@ class Connection(asyncio.SubprocessProtocol):
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             if self.greeted:
-                self._take(**json.loads(os.fsdecode(line)))
+                self._take(*json.loads(os.fsdecode(line)))
             else:
                 self._await_greeting(line)
 
@@ -347,16 +355,16 @@ class Connection(asyncio.SubprocessProtocol):
         else:
             self._noise = line or self._noise
 
-    def _take(self, do: str, **values: Any) -> None:
-        if do == "answer":
-            if values.pop("question") == self._question:
-                self._answers.put_nowait(values)
-        elif do != "beat":
-            self.put(do, **values)
+    def _take(self, kind: str, *values: Any) -> None:
+        if kind == "answer":
+            if values[0] == self._question:
+                self._answers.put_nowait(values[1])
+        elif kind != "Beat":
+            self.put(KINDS[kind](*values))
 
-    def put(self, do: str, **values: Any) -> None:
+    def put(self, report: Report) -> None:
         """Queue an event. While many events of this node wait, as for a slow terminal, read nothing from it."""
-        self._shared.events.put_nowait(Event(self, do, values))
+        self._shared.events.put_nowait(Event(self, report))
         self._waiting += 1
         if self._waiting >= _MANY:
             self._process.get_pipe_transport(1).pause_reading()

@@ -24,6 +24,7 @@ from ddp_callbacks.launcher.same import differences, remedy
 from ddp_callbacks.launcher.watch import Watch
 
 LIMIT = 20.0  # seconds in total
+_SETUP = 120.0  # seconds more if there is a --setup
 _PATIENCE = 3.5  # seconds without a heartbeat until a connection counts as lost
 _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _PROBE = "ddp_callbacks.launcher.probe"
@@ -77,11 +78,12 @@ def _found(node: str, check: str, text: str, remedy: str = "", level: _Level = "
 async def _examine(job: Job) -> list[Finding]:
     """Do what ``ddprun`` does, with a probe in place of the script; return all findings, node by node.
 
-    Takes little more than :data:`LIMIT` seconds.
+    Takes little more than :data:`LIMIT` seconds without ``--setup``.
     """
     once = {"keep_going": False, "max_restarts": 0, "grace": None, "min_nodes": len(job.nodes)}
-    limit = f"the limit of {LIMIT:g} s for all checks"
-    launch = Launch(job.changed(**once, heartbeat_timeout=_PATIENCE), LIMIT + GRACE, limit, _ANSWER_TIMEOUT)
+    seconds = LIMIT + (_SETUP if job.setup else 0.0)
+    limit = f"the limit of {seconds:g} s for all checks"
+    launch = Launch(job.changed(**once, heartbeat_timeout=_PATIENCE), seconds + GRACE, limit, _ANSWER_TIMEOUT)
     findings: list[Finding] = []
     async with launch:
         try:

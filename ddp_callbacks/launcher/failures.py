@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,7 +22,11 @@ _BROKEN = re.compile(
 )
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
-_UNWRITTEN = re.compile("unexpected pos|iostream error")  # torch's words for a write that failed
+_REMEDIES = {
+    "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
+    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for "
+    "input, or breakpoint(), if os.environ['RANK'] == '0'",
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,13 @@ class Record:
         exceptions: Name and message of the chain's first and last exception; only of a PeerError, if it has one.
         began: When it reached the hook, on this machine's monotonic clock; infinite if unknown.
         blames: The other ranks that a PeerError names; ``None`` if the chain has no PeerError.
+        is_over: Whether the rank's program is over, so that only its threads or child processes may keep it running.
     """
 
     exceptions: tuple[str, ...]
     began: float
     blames: tuple[int, ...] | None = None
+    is_over: bool = False
 
     @property
     def is_broken_connection(self) -> bool:
@@ -51,7 +57,8 @@ class Record:
             return self.exceptions[-1].partition("\nThis is rank ")[0]  # before the traceback of another rank
         first, last = _words(self.exceptions[0]), _words(self.exceptions[-1])
         text = last if len(self.exceptions) == 1 else f"{last} (after {first})"
-        return f"{text}. torch could not write a file: is its disk full?" if _UNWRITTEN.search(text) else text
+        remedies = [remedy for words, remedy in _REMEDIES.items() if re.search(words, text)]
+        return ". ".join((text, *remedies))
 
 
 def _words(text: str) -> str:
@@ -71,7 +78,7 @@ def read_record(text: str, ahead: float) -> Record | None:
     found = _last_json(text)
     if "exceptions" in found:
         blames = None if found["blames"] is None else tuple(found["blames"])
-        return Record(tuple(found["exceptions"]), found["time"] - ahead, blames)
+        return Record(tuple(found["exceptions"]), found["time"] - ahead, blames, found.get("is_over", False))
     if "message" not in found:
         return None
     message = found["message"]
@@ -111,6 +118,7 @@ class End:
         is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
         ended_by: The name of the signal that ended it.
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
+        over_since: When it was heard that its program is over; infinite until then.
     """
 
     node: str
@@ -122,6 +130,18 @@ class End:
     is_ours: bool = False
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
+    over_since: float = math.inf
+
+    def hear(self, stream: str, data: bytes) -> None:
+        """Take what the rank has written to a stream other than its standard output."""
+        self.wrote[stream] = (self.wrote.get(stream, b"") + data)[-TAIL:]
+        if stream == "f" and (record := read_record(self.text("f"), 0.0)) and record.is_over:
+            self.over_since = min(self.over_since, time.monotonic())
+            self.printed = replace(record, began=self.over_since)
+
+    def fail(self) -> None:
+        """Count a rank whose program is over as ended, with Python's exit code for an exception."""
+        self.code, self.order = 1, time.monotonic()
 
     def take(self, code: int, signal: str | None, now: float, is_ending: bool) -> None:
         """Take how a rank has ended, at ``now`` on its host's monotonic clock.

@@ -158,16 +158,14 @@ _INSTEAD = {
     "start ddprun once, for all nodes (-H or --hostfile), or the script with torchrun on each of them": (
         "--node-rank --local-addr"
     ),
-    "the output of every rank is saved in --log-dir on this machine; --show-ranks chooses what is shown": (
-        "--redirects -r --local-ranks-filter --logs-specs --duplicate-stdout-filters --duplicate-stderr-filters"
+    "the output of every rank is saved in --log-dir; --show-ranks and --no-prefix choose what is shown": (
+        "--redirects -r --local-ranks-filter --logs-specs --duplicate-stdout-filters --duplicate-stderr-filters "
+        "--log-line-prefix-template --verbose -v"
     ),
-    "a line that is shown begins with [HOST:LOCAL_RANK], the files have no prefix": "--log-line-prefix-template",
-    "name the script itself": "--run-path --start-method",
-    "ddprun prints what happens on standard error": "--event-log-handler",
-    "SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 always reach the ranks; see --grace": "--signals-to-handle",
-    "write --bind numa, or --bind core": "--numa-binding",
-    "select the GPU by LOCAL_RANK": "--virtual-local-rank",
-    "shells complete the names of files only": "--print-completion",
+    "leave it out": (
+        "--run-path --start-method --event-log-handler --signals-to-handle --virtual-local-rank --print-completion "
+        "--multi-gpu --use-env --config-file"
+    ),
     "it counts all processes. Name those of each node: --nproc-per-node N, or -H node1:N,node2:N": (
         "-n -np --np --nprocs --ntasks"
     ),
@@ -175,13 +173,12 @@ _INSTEAD = {
         "--nproc --num-processes --num-gpus --gpus --gpus-per-node --ntasks-per-node --npernode -ppn"
     ),
     "set a node's port in your ~/.ssh/config, or write --rsh 'ssh -p 2222'": "--ssh-port --port -p",
-    "write -H node1,node2, or --hostfile FILE": "--host --machinefile --include --nodes -N",
-    "write --nnodes N, or name the nodes with -H": "--num-nodes --num-machines",
+    "write -H node1,node2, or --hostfile FILE": (
+        "--host --machinefile --include --nodes -N --num-nodes --num-machines"
+    ),
     "write -x NAME=VALUE": "--env -env -genv --export",
-    "write --show-ranks all": "--verbose -v",
-    "write --bind core, or --bind numa": "--bind-to --map-by --cpu-bind",
+    "write --bind core, or --bind numa": "--numa-binding --bind-to --map-by --cpu-bind",
     "ssh or --rsh reaches the nodes, and no MPI": "--mca --mpi --launcher --oversubscribe --allow-run-as-root",
     "name a file, which each process reads": "-c",
-    "leave it out": "--multi-gpu --use-env --config-file",
 }
 REFUSED = {flag: remedy for remedy, flags in _INSTEAD.items() for flag in flags.split()}

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
 from ddp_callbacks.launcher.connection import ANSWER_TIMEOUT, Connection, Event, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
+from ddp_callbacks.launcher.node.processes import StartRanks
+from ddp_callbacks.launcher.node.program import Node
+from ddp_callbacks.launcher.node.reports import Request, Stacks, Stopped
 from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import starts
 from ddp_callbacks.launcher.same import differences
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
+P = ParamSpec("P")
 _FIRST = 2.0  # seconds by which a node gives up earlier than the launcher would
 _REACH_TIMEOUT = 3.5  # seconds for a node to connect to others: time for three attempts of TCP
+_LONG = 10.0  # seconds of waiting for nodes until a line says so; again after twice the time
+_MANY, _PER_CORE = 256, 8  # processes that a node may have in any case, and for each core
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _LATER = 2.0  # seconds by which ranks give up a silent machine later than the launcher, which can go on without it
 _READY = 30.0  # seconds for killed processes to end
@@ -54,6 +61,7 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
         restarts: How often the ranks have been restarted.
+        one_stream: Whether each rank's standard output and standard error are one stream, whose lines keep their order.
         nodes: The nodes in rank order; after :meth:`connect`, those that were reached.
     """
 
@@ -65,6 +73,7 @@ class Launch:
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
+        self.one_stream = False
         self._seconds = seconds
         self._shared = Shared(job.heartbeat_timeout, answer_timeout)
         self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
@@ -109,21 +118,21 @@ class Launch:
 
     def _resize(self) -> None:
         if self.has_begun and (size := terminal_size(self.job)):
-            self._tell_all("resize", size=size)
+            self._tell_all(Node.resize, size)
 
     def take_request(self, hosts: str = "") -> None:
         """Take a request for the stacks, or to add nodes."""
         if self.has_begun:
-            self.nodes[0].put("request", hosts=hosts)
+            self.nodes[0].put(Request(hosts))
 
     def ask_for_stacks(self) -> None:
         """Ask all ranks for their stacks. An event tells when they have come."""
-        self._tell_all("stacks")
-        asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, "stacks")
+        self._tell_all(Node.stacks)
+        asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, Stacks())
 
-    def _tell_all(self, do: str, **values: Any) -> None:
+    def _tell_all(self, call: Callable[Concatenate[Node, P], None], *values: P.args, **named: P.kwargs) -> None:
         for node in self.nodes:
-            node.tell(do, **values)
+            node.tell(call, *values, **named)
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +142,11 @@ class Launch:
         Raises:
             CannotStart: The job cannot start on a node; nothing was started anywhere.
         """
-        problems = await self._find_problems(self.nodes)
+        waiting = asyncio.create_task(self._say_what_takes_long(say))
+        try:
+            problems = await self._find_problems(self.nodes)
+        finally:
+            waiting.cancel()
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
             raise CannotStart(_lines(problems))
@@ -142,6 +155,21 @@ class Launch:
             await node.close(0)
         self.nodes = reached
         _refuse_machines_named_twice(reached)
+        self._refuse_ranks_that_are_not_there(sum(node.place["processes"] for node in reached))
+
+    def _refuse_ranks_that_are_not_there(self, count: int) -> None:
+        missing = sorted(rank for rank in self.job.shown or () if rank >= count)
+        if missing and not self.job.keep_going:  # nodes that join bring more
+            which = "rank 0 alone" if count == 1 else f"ranks 0-{count - 1}"
+            raise CannotStart(f"--show-ranks {missing[0]}: this job has {which}.")
+
+    async def _say_what_takes_long(self, say: Callable[[str], None]) -> None:
+        for number in itertools.count():
+            await asyncio.sleep(_LONG * 2**number)
+            late = [node.plan.name for node in self.nodes if not node.place]
+            what = f"--setup {self.job.setup!r}" if self.job.setup else "an answer"
+            if late:
+                say(f"waiting for {what} on {', '.join(late)}; Ctrl-C ends the wait")
 
     async def add(self, plans: Sequence[NodePlan]) -> list[Connection]:
         """Reach more nodes while the job runs, and check that new processes can take part there.
@@ -185,15 +213,18 @@ class Launch:
         await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
         is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
         program = ("", "") if is_alone else self.job.program
-        await node.look(facts, self._shared.answer_timeout - _FIRST, program)
+        await node.look(facts, node.patience - _FIRST, program)
 
     async def _check(self, node: Connection) -> None:
         await self.reach(node, node.plan.processes)
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
-        if not node.place["processes"]:
+        count, cores = node.place["processes"], node.place["cores"]
+        if not count:
             raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
+        if count > (most := max(_MANY, cores * _PER_CORE)):
+            raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it, and each node reach each other one.
@@ -241,26 +272,27 @@ class Launch:
     def start(self, nodes: list[Connection]) -> None:
         """Start the ranks on these nodes, after :meth:`meet`. Returns at once; the nodes report the start."""
         self._preparing, self._news = None, {}
-        for node, message in zip(nodes, self._starts(nodes), strict=True):
-            node.tell("start", **message)
+        for node, how in zip(nodes, self._starts(nodes), strict=True):
+            node.tell(Node.start, how)
 
     def start_more(self, nodes: list[Connection]) -> None:
         """Start new processes that join the others, on nodes from :meth:`add`. Returns at once."""
         self.nodes += nodes
-        for node, message in list(zip(self.nodes, self._starts(self.nodes), strict=True))[-len(nodes) :]:
-            message["environ"][SUCCESSOR] = "1"
-            node.tell("news", **self._news)
-            node.tell("start", **message)
+        for node, how in list(zip(self.nodes, self._starts(self.nodes), strict=True))[-len(nodes) :]:
+            node.tell(Node.news, self._news)
+            node.tell(Node.start, how._replace(environ=how.environ | {SUCCESSOR: "1"}))
 
-    def _starts(self, nodes: list[Connection]) -> Iterator[dict[str, Any]]:
-        messages = starts(self.job, [(node.plan, node.place) for node in nodes], self._where, self.restarts)
-        own = {"size": terminal_size(self.job), "shown": self.job.shown and sorted(self.job.shown)}
-        return (message | own | {"stdin": node.stdin} for node, message in zip(nodes, messages, strict=True))
+    def _starts(self, nodes: list[Connection]) -> Iterator[StartRanks]:
+        shown = None if self.job.shown is None else sorted(self.job.shown)
+        known = [(node.plan, node.place) for node in nodes]
+        for node, how in zip(nodes, starts(self.job, known, self._where, self.restarts), strict=True):
+            size = terminal_size(self.job)
+            yield how._replace(stdin=node.stdin, size=size, shown=shown, one_stream=self.one_stream)
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """End the ranks of these nodes, so that others can be started there; return the problems by node."""
         seconds = self.job.shutdown_timeout
-        return await ask_all(lambda node: node.ask("halt", seconds + _READY, seconds=seconds), nodes)
+        return await ask_all(lambda node: node.ask(seconds + _READY, Node.halt, seconds), nodes)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -268,7 +300,7 @@ class Launch:
         """Let all ranks know something, see :data:`ddp_callbacks.environment.NEWS`."""
         for kind, values in news.items():
             self._news[kind] = self._news.get(kind, {}) | values
-        self._tell_all("news", **news)
+        self._tell_all(Node.news, news)
 
     async def pass_on_input(self) -> None:
         """Send what is typed at a terminal to rank 0, so that ``input()`` and a breakpoint work there.
@@ -279,7 +311,7 @@ class Launch:
         data = b"-"
         while data:
             data = await next_input()
-            self.nodes[0].tell("input", data=os.fsdecode(data))
+            self.nodes[0].tell(Node.input, os.fsdecode(data))
 
     async def next_event(self) -> Event | None:
         """Return the next event; ``None`` if none comes within a quarter of a second."""
@@ -302,7 +334,7 @@ class Launch:
 
     def ask(self) -> None:
         """Ask the ranks of all nodes to stop; they may be started again afterwards."""
-        self._tell_all("ask", number=signal.SIGTERM)
+        self._tell_all(Node.ask, signal.SIGTERM)
 
     def stop(self, number: int, reason: str = "") -> None:
         """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
@@ -319,15 +351,15 @@ class Launch:
         if self._preparing is not None:
             self._preparing.cancel()
         else:
-            self._tell_all("stop", number=number if number in (signal.SIGUSR1, signal.SIGINT) else signal.SIGTERM)
-            self.nodes[0].put("stopped")
+            self._tell_all(Node.stop, number if number in (signal.SIGUSR1, signal.SIGINT) else signal.SIGTERM)
+            self.nodes[0].put(Stopped())
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""
         seconds = 0.0 if at_once else self.job.shutdown_timeout
         end = time.monotonic() + seconds + _CUT
         self._ending = end if self._ending is None else min(self._ending, end)
-        self._tell_all("end", seconds=seconds)
+        self._tell_all(Node.end, seconds)
 
 
 async def close(nodes: list[Connection]) -> None:
@@ -347,7 +379,7 @@ async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProble
     others_of = {node: [other for other in held if other is not node] for node in nodes}
     problems |= await ask_all(lambda node: node.reach(others_of[node], _REACH_TIMEOUT), nodes)
     for node in others:
-        node.tell("release")
+        node.tell(Node.release)
     return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
 
 

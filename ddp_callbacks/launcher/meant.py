@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from itertools import dropwhile
 
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.flags import GROUPS
 
 _COMMANDS = ("doctor", "join", "stacks")
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
@@ -29,6 +30,12 @@ def refuse_script(words: Sequence[str]) -> None:
     """
     if instead := next(_meant(words[0], words[1:]), None):
         raise ConfigurationError(instead)
+
+
+def for_ddprun(arguments: Sequence[str]) -> str:
+    """Return a flag of ``ddprun`` among the arguments of a script, which gets it; empty if there is none."""
+    ours = {word for flags in GROUPS.values() for flag in flags for word in flag.spellings.split() if word[:2] == "--"}
+    return next((word for word in arguments if word.partition("=")[0].replace("_", "-") in ours), "")
 
 
 def _meant(script: str, arguments: Sequence[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import select
@@ -27,11 +28,15 @@ class Terminal:
     Args:
         out, err: Their descriptors.
         give_up: Called while they accept nothing; once it returns true, the rest is dropped.
+
+    Attributes:
+        problem: Why some of it could not be written; empty if all was, or the terminal was closed.
     """
 
     def __init__(self, out: int, err: int, give_up: Callable[[], bool]) -> None:
         self._descriptors = {"o": out, "e": err}
         self._give_up = give_up
+        self.problem = ""
 
     def write(self, stream: str, data: bytes) -> None:
         """Write to a stream. Raises BrokenPipeError if its reader is gone."""
@@ -42,7 +47,9 @@ class Terminal:
                     data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
                 except BrokenPipeError:
                     raise
-                except OSError:  # its disk is full, or the terminal was closed: SIGHUP ends the job
+                except OSError as error:  # its disk is full, or the terminal was closed: SIGHUP ends the job
+                    if error.errno != errno.EIO:
+                        self.problem = f"what is printed here is not complete: {error.strerror}"
                     return  # the ranks' files must still be complete
             elif self._give_up():
                 return

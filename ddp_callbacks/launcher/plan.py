@@ -9,6 +9,7 @@ from typing import Any
 from ddp_callbacks.launcher.flags import FORWARDED
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
+from ddp_callbacks.launcher.node.processes import StartRanks
 from ddp_callbacks.launcher.remote import command_to
 
 _STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
@@ -49,8 +50,8 @@ def _variables(job: Job, node: NodePlan) -> Iterator[str]:
 
 def starts(
     job: Job, nodes: Sequence[tuple[NodePlan, Mapping[str, Any]]], where: tuple[str, int], restarts: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Yield for each node the message that starts its ranks; the first node hosts their store at ``where``.
+) -> Iterator[StartRanks]:
+    """Yield for each node how its ranks are started; the first node hosts their store at ``where``.
 
     Args:
         nodes: Each node with its place, see :func:`ddp_callbacks.launcher.facts.place`.
@@ -73,15 +74,15 @@ def starts(
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "PYTHONPATH": f"{place['package']}/launcher/hook",
         }
-        yield {
-            "argv": job.words(node),
-            "ranks": list(range(first, first + counts[number])),
-            "environ": {name: str(value) for name, value in variables.items()},
-            "defaults": _defaults(place),
-            "store": node.words(node.python, *_STORE) if number == 0 else [],
-            "bind": job.bind,
-            "patience": job.heartbeat_timeout if job.keep_going else None,
-        }
+        yield StartRanks(
+            argv=job.words(node),
+            ranks=list(range(first, first + counts[number])),
+            environ={name: str(value) for name, value in variables.items()},
+            defaults=_defaults(place),
+            store=node.words(node.python, *_STORE) if number == 0 else [],
+            bind=job.bind,
+            patience=job.heartbeat_timeout if job.keep_going else None,
+        )
 
 
 def _defaults(place: Mapping[str, Any]) -> dict[str, str]:

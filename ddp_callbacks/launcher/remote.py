@@ -24,7 +24,7 @@ from ddp_callbacks.launcher.flags import PATIENCE
 from ddp_callbacks.launcher.hosts import NodePlan
 
 # Each imports only those before it.
-_MODULES = ("processes", "binding", "link", "answers", "ending", "stopped", "program")
+_MODULES = ("processes", "binding", "reports", "link", "answers", "ending", "stopped", "program")
 
 SHELL = "/bin/sh"  # one word: it works as a program and as a command line of any login shell
 READY = b"\0ddprun is ready\0"

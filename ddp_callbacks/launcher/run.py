@@ -56,11 +56,13 @@ def _requeue(launch: Launch, code: int, seconds: float) -> str:
 
 async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
     launch = Launch(job, seconds, limit)
+    launch.one_stream = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     async with launch:
         try:
             await launch.connect(_say)
             await launch.meet(launch.nodes)
-            output = _output(launch)
+            terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
+            output = _output(job, terminal)
         except CannotStart as error:
             for problem in str(error).splitlines():
                 _say(problem)
@@ -75,14 +77,15 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             code = await Watch(launch, output).run()
         for reader in readers:
             reader.cancel()
-        return launch, code
+        if terminal.problem:
+            _say(f"{terminal.problem}; {output.describe_place(None)}")
+        return launch, code or int(bool(terminal.problem))
 
 
-def _output(launch: Launch) -> Output:
-    terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-    parent = Path(launch.job.log_dir).absolute()
+def _output(job: Job, terminal: Terminal) -> Output:
+    parent = Path(job.log_dir).absolute()
     try:
-        return Output(new_folder(parent), launch.job.shown, not launch.job.no_prefix, terminal)
+        return Output(new_folder(parent), job.shown, not job.no_prefix, terminal)
     except OSError as error:
         raise ConfigurationError(
             f"cannot write in {parent}: {error.strerror}. Choose another place with --log-dir."

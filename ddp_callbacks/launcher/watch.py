@@ -13,14 +13,31 @@ from signal import SIGTERM, Signals
 from ddp_callbacks.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import TAIL, End, announced, first_cause, is_ready, last_words
+from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
+from ddp_callbacks.launcher.meant import for_ddprun
 from ddp_callbacks.launcher.members import Members
+from ddp_callbacks.launcher.node.program import Node
+from ddp_callbacks.launcher.node.reports import (
+    Asked,
+    Closed,
+    Done,
+    Ended,
+    Problem,
+    Report,
+    Request,
+    Stacks,
+    Started,
+    Stopped,
+    Wrote,
+)
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.requests import JOINED, write_answer
 from ddp_callbacks.launcher.stacks import innermost, summary
 
+_SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
+_USAGE = 2  # exit code of a program that does not know its arguments
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 
 
@@ -39,14 +56,16 @@ class Watch:
         self._begin_at: float | None = None  # latest time of a restart, while preempted ranks write checkpoints
         self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
         self._joining: asyncio.Task[None] | None = None  # adds nodes
+        self._told_kept = False  # whether a rank is told to be kept alive
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
         while self._running and not self._launch.is_overdue:
             if (event := await self._launch.next_event()) is not None:
-                await getattr(self, f"_on_{event.do}")(event.node, **event.values)
+                await self._take(*event)
             self._restart, self._joining = _unfinished(self._restart), _unfinished(self._joining)
             self._restart_when_written()
+            await self._end_those_kept_alive()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
         return await asyncio.to_thread(self._conclude)
@@ -55,13 +74,42 @@ class Watch:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
         await asyncio.to_thread(self._output.note, text)
 
-    # --- messages from the nodes, see ddp_callbacks.launcher.node -----------------------------------------------------
+    # --- reports of the nodes -----------------------------------------------------------------------------------------
 
-    async def _on_wrote(self, node: Connection, rank: int, stream: str, data: str) -> None:
+    async def _take(self, node: Connection, report: Report) -> None:
+        match report:
+            case Wrote():
+                await self._take_output(node, *report)
+            case Started():
+                await self._take_start(node, *report)
+            case Ended():
+                await self._take_end(node, *report)
+            case Asked(name):
+                self._launch.stop(Signals[name], f"{name} on {node.plan.name}")
+            case Problem(text):
+                await self._take_problem(node, text)
+            case Done() | Closed() if node in self._running:
+                self._running.remove(node)
+                if isinstance(report, Closed):
+                    await self._lose_node(node, await node.explain_end())
+            case _:
+                await self._take_request(report)
+
+    async def _take_request(self, report: Report) -> None:
+        match report:
+            case Request(hosts):
+                self._add_or_ask(hosts)
+            case Stacks():
+                running = [end for end in self._ends_of_members() if end.code is None]
+                await asyncio.to_thread(self._output.note_stacks, self._where(running))
+            case Stopped() if self._job.grace is not None and (by := self._launch.stopped_by):
+                await self._note(f"{by}: asking all processes to stop within {self._job.grace:g} s")
+
+    async def _take_output(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
         successor = self._members.successors.get(rank)
         if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
-            end.wrote[stream] = (end.wrote.get(stream, b"") + written)[-TAIL:]
+            end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
@@ -70,25 +118,14 @@ class Watch:
         elif end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)
 
-    async def _on_request(self, _: Connection, hosts: str) -> None:
+    def _add_or_ask(self, hosts: str) -> None:
         self._joining = _unfinished(self._joining)
         if hosts and self._joining is None:
             self._joining = asyncio.create_task(self._add(hosts))
         else:
             self._launch.ask_for_stacks()
 
-    async def _on_stacks(self, _: Connection) -> None:
-        running = [end for end in self._ends_of_members() if end.code is None]
-        await asyncio.to_thread(self._output.note_stacks, self._where(running))
-
-    async def _on_stopped(self, _: Connection) -> None:
-        if self._job.grace is not None and (by := self._launch.stopped_by):
-            await self._note(f"{by}: asking all processes to stop within {self._job.grace:g} s")
-
-    async def _on_asked(self, node: Connection, signal: str) -> None:
-        self._launch.stop(Signals[signal], f"{signal} on {node.plan.name}")
-
-    async def _on_problem(self, node: Connection, text: str) -> None:
+    async def _take_problem(self, node: Connection, text: str) -> None:
         if self._members.on(node.plan.name):
             self._fail(node.plan.name, text)
             self._launch.end()
@@ -97,18 +134,9 @@ class Watch:
         self._members.forget_successors(node.plan.name)
         self._release(node)
 
-    async def _on_done(self, node: Connection) -> None:
-        if node in self._running:
-            self._running.remove(node)
-
-    async def _on_closed(self, node: Connection) -> None:
-        if node in self._running:
-            self._running.remove(node)
-            await self._lose_node(node, await node.explain_end())
-
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def _on_started(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
+    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
         name, self._launch.has_begun = node.plan.name, True
         if not self._members.successors.keys() & ranks:
             self._forget(name)
@@ -122,12 +150,12 @@ class Watch:
         number = self._launch.restarts
         return f", restart {number} of {self._job.max_restarts}" if number else ""
 
-    async def _on_ended(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
+    async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
         successor = self._members.successors.pop(rank, None)
         end = successor or self._ranks.get(rank)
-        if end is None or end.node != node.plan.name or self._restart is not None:
-            return  # its node was lost, or a restart has ended it
+        if end is None or end.node != node.plan.name or end.code is not None or self._restart is not None:
+            return  # its node was lost, it counts as ended, or a restart has ended it
         end.take(code, signal, now, self._launch.is_ending)
         if successor is not None:
             await self._note_end_of_successor(successor)
@@ -136,12 +164,35 @@ class Watch:
             await self._lose([end], f"{end} was {end.reason}")
             self._replace(node, end)
             self._release(node)
-        elif self._have_all_ended() and not self._can_restart():
+        else:
+            self._follow(end)
+
+    def _follow(self, end: End) -> None:
+        """Do what follows from the end of a rank that takes part."""
+        if self._have_all_ended() and not self._can_restart():
             self._launch.end()
-        elif code and not self._launch.is_ending:
-            self._take_failure(code)
+        elif end.code and not self._launch.is_ending:
+            self._take_failure(end.code)
         elif not self._launch.is_ending:  # others may wait for it to join
-            self._launch.let_know(ended={str(rank): code})
+            self._launch.let_know(ended={str(end.rank): end.code})
+
+    async def _end_those_kept_alive(self) -> None:
+        """Count ranks that their own threads or processes keep alive after an exception as failed, once it is time."""
+        if self._is_over or self._restart is not None:
+            return
+        patience, now = self._job.patience, time.monotonic()
+        heard = [end for end in self._ranks.values() if end.code is None and now - end.over_since >= _SOON]
+        kept = [end for end in heard if end.rank in self._members.ranks]
+        if kept and not self._told_kept:
+            self._told_kept = True
+            first = min(kept, key=lambda end: (end.follows, end.over_since))
+            why = "a thread or child process of its own keeps it running"
+            await self._note(f"{first} has failed, but {why}: {first.told}. ddprun waits {patience:g} s for it")
+        late = [end for end in kept if now - end.over_since >= _SOON + patience]
+        for end in late:
+            end.fail()
+        if late:
+            self._follow(late[0])
 
     def _ends_of_members(self) -> list[End]:
         """Return what is known about the ranks that take part and have started."""
@@ -197,12 +248,12 @@ class Watch:
     def _replace(self, node: Connection, lost: End) -> None:
         """Start a new process for a lost rank, if any other still runs, and it was not replaced too often."""
         if not self._is_over and self._members.replace(lost):
-            node.tell("replace", rank=lost.rank, environ={SUCCESSOR: "1"})
+            node.tell(Node.replace, lost.rank or 0, {SUCCESSOR: "1"})
 
     def _release(self, node: Connection) -> None:
         """End the program of a node on which no process runs any more, so that the node may join again."""
         if node is not self._launch.nodes[0] and self._members.has_none(node.plan.name):
-            node.tell("end", seconds=0)
+            node.tell(Node.end, 0)
 
     async def _note_end_of_successor(self, end: End) -> None:
         """Tell that a process has ended before it has joined, which is no failure of the job."""
@@ -295,6 +346,7 @@ class Watch:
             self._launch.end()
             return
         self._ranks.clear()
+        self._told_kept = False
         self._members = Members(nodes)
         self._launch.start(nodes)
 
@@ -390,6 +442,8 @@ class Watch:
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._output.note(cause.text)
+        if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
+            self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

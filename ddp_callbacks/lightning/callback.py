@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
-from ddp_callbacks.auto import announce, is_auto
+from ddp_callbacks.auto import announce, is_auto, is_on
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.processes import NAMES
+from ddp_callbacks.lightning.resume import ResumeMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 
 _Options = ParamSpec("_Options")
@@ -65,6 +66,8 @@ def let_callbacks_choose(trainer_class: Any) -> None:
     @functools.wraps(make)
     def init(trainer: Any, *args: Any, **options: Any) -> None:
         make(trainer, *args, **_with_strategy(trainer_class, options))
+        for resume in (callback for callback in trainer.callbacks if isinstance(callback, ResumeMixin)):
+            resume.setup(trainer, None, "fit")  # a run asks it only when loggers have opened their files
 
     trainer_class.__init__ = init
 
@@ -76,7 +79,8 @@ def _with_strategy(trainer_class: type, options: dict[str, Any]) -> dict[str, An
     chooses = next((callback for callback in several if isinstance(callback, DDPCallbackMixin)), None)
     strategy = options.get("strategy", os.environ.get("PL_TRAINER_STRATEGY", "auto"))
     if chooses is None:
-        if strategy != "auto" or not is_auto():
+        resumes = any(isinstance(callback, ResumeMixin) for callback in several)
+        if strategy != "auto" or not (is_auto() or (is_on() and resumes)):
             return options
         announce("Trainer", f"strategy={NAMES[0]!r}")
         return options | {"strategy": NAMES[0]}

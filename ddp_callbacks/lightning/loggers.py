@@ -1,7 +1,8 @@
 """Let a resumed fit log to the folder, and the file, of the fit that was cut.
 
 Lightning gives each fit a new version, by which loggers and ``ModelCheckpoint`` name their folders. A ``CSVLogger``
-deletes the file that it finds.
+deletes the file that it finds. So the first call of a Trainer, be it the fit or a validation in front of it, opens that
+file and keeps all of it; the fit cuts it back to the checkpoint when it goes on, once nothing can be refused any more.
 """
 
 from __future__ import annotations
@@ -34,16 +35,32 @@ def follow(loggers: Sequence[Any], places: Sequence[Place]) -> None:
 
 
 def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
-    """Give loggers without a version the one in ``places``, and continue CSV files from there. Local.
+    """Give loggers without a version the one in ``places``, and open the CSV files that are there. Local.
 
     Call it before Lightning uses the loggers.
     """
     for logger, place in zip(loggers, places, strict=False):
         if place["version"] is not None and _progress.version_of(logger) is None:
             _progress.set_version_of(logger, place["version"])
-        is_same = _is_csv(logger) and _progress.version_of(logger) == place["version"]
-        if place["lines"] is not None and get_rank() == 0 and is_same:
-            _continue(logger, place["lines"])
+        if _is_at(logger, place):
+            _open(logger)
+
+
+def cut_back(loggers: Sequence[Any], places: Sequence[Place]) -> None:
+    """Remove the rows of CSV files that were logged after the checkpoint with these ``places``. Local."""
+    for logger, place in zip(loggers, places, strict=False):
+        if _is_at(logger, place):
+            writer, kept = logger.experiment, keep_lines(str(_path(logger)), place["lines"])
+            writer.metrics.clear()
+            writer.metrics_keys = next(csv.reader(kept), [])
+            if not kept:
+                _path(logger).unlink(missing_ok=True)  # the logger begins it again, with a header
+
+
+def _is_at(logger: Any, place: Place) -> bool:
+    """Whether this is rank 0, and ``logger`` continues the CSV file in ``place``."""
+    is_same = _is_csv(logger) and _progress.version_of(logger) == place["version"]
+    return is_same and place["lines"] is not None and get_rank() == 0
 
 
 def _count_lines(logger: Any) -> int | None:
@@ -63,21 +80,15 @@ def _path(logger: Any) -> Path:
     return Path(logger.log_dir, "metrics.csv")
 
 
-def _continue(logger: Any, count: int) -> None:
-    """Keep the first ``count`` lines of the file: the others were logged after the checkpoint."""
+def _open(logger: Any) -> None:
     path = _path(logger)
     aside = path.with_suffix(".kept")  # Lightning deletes the file that it finds; this one survives a kill
-    if aside.exists():
-        aside.replace(path)
-    kept = keep_lines(str(path), count)
-    if kept:
+    if path.exists() and not aside.exists():
         path.replace(aside)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns that it deletes the file
-        writer = logger.experiment
-        writer.metrics.clear()  # it may be that of the fit that was cut, in the same process
-    if kept:
+        logger.experiment  # noqa: B018 - this makes it
+    if aside.exists():
         aside.replace(path)
-        writer.metrics_keys = next(csv.reader(kept))
-    else:
-        path.unlink(missing_ok=True)  # the logger begins it again, with a header
+        with path.open(newline="") as file:
+            logger.experiment.metrics_keys = next(csv.reader(file), [])

@@ -13,6 +13,10 @@ class Replaced:
 
     Several may replace the same method, and be undone in any order.
 
+    Attributes:
+        before: What the object itself had under the name; ``None``: nothing, the class has the method.
+        function: The ``function`` that was passed; ``None`` after :meth:`undo`.
+
     Args:
         owner: The object.
         name: The method's name.
@@ -22,23 +26,23 @@ class Replaced:
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._owner = owner
         self._name = name
-        self._before = vars(owner).get(name)
+        self.before = vars(owner).get(name)
         self._method = getattr(owner, name)
-        self._function: Callable[..., Any] | None = function
+        self.function: Callable[..., Any] | None = function
         functools.update_wrapper(self, self._method, updated=())  # it may be a Replaced, too
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._function is None:
+        if self.function is None:
             return self._method(*args, **kwargs)
-        return self._function(self._method, *args, **kwargs)
+        return self.function(self._method, *args, **kwargs)
 
     def undo(self) -> None:
         """Give the object its original method back. Once is enough."""
-        self._function = None
+        self.function = None
         found = vars(self._owner).get(self._name)
-        while isinstance(found, Replaced) and found._function is None:
-            found = found._before
+        while isinstance(found, Replaced) and found.function is None:
+            found = found.before
         if found is None:
             vars(self._owner).pop(self._name, None)
         else:

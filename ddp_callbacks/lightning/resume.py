@@ -231,6 +231,7 @@ class Fit:
             if ends or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass, which it does not use
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
+        loggers.cut_back(self._trainer.loggers, self._saved.own(0)["loggers"])
         self._saved = None  # frees as much memory as the model and its optimizer have
 
     def _begins_passes(self) -> bool:
@@ -301,6 +302,13 @@ class Fit:
         """Return what must be equal in the resumed run."""
         about = {"model": describe_model(self._trainer.lightning_module)}
         return about | (describe_loader(loaders[0], "the training") if loaders else {})
+
+
+def keep_logs(trainer: Any, options: ResumeOptions) -> None:
+    """Let a call in front of the fit log to where the fit that was cut has logged, and lose nothing. A collective."""
+    saved = Savers(None, options).read()
+    if saved is not None:
+        loggers.go_on(trainer.loggers, saved.own(0)["loggers"])
 
 
 def _without_loaders(save: Callable[[], dict[str, Any]]) -> dict[str, Any]:

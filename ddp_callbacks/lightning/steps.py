@@ -18,7 +18,7 @@ from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.local_steps import LocalSteps
-from ddp_callbacks.lightning.resume import Fit
+from ddp_callbacks.lightning.resume import Fit, keep_logs
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 
@@ -38,6 +38,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     resume: Fit | None = None
     recovery: Recovery | None = None
     _trainer: Any = None
+    _is_first_call = True  # of the Trainer
     _synchronizer: GradientSynchronizer | None = None  # of a fit
     _local: LocalSteps | None = None  # instead of it, if the gradients are not synchronized
     _run: Run | None = None  # on several processes
@@ -136,7 +137,9 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     # --- stopping and going on ----------------------------------------------------------------------------------------
 
     def begin_resuming(self, trainer: Any) -> None:
-        """Let the callback ``Resume`` of a fit, if any, read its file. A collective then; call it after joining.
+        """Let the callback ``Resume``, if any, read its file: for a fit, or for the logs of a call in front of it.
+
+        A collective then; call it after joining.
 
         Raises:
             ConfigurationError: There are several ``Resume``, or a search for a batch size or a learning rate.
@@ -144,8 +147,13 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
         if len(found) > 1:
             raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
+        is_first, self._is_first_call = self._is_first_call, False
         recovers = self.recovery is not None and dist.is_initialized()
-        if not (found or recovers) or trainer.state.fn != "fit" or trainer.fast_dev_run:
+        if not (found or recovers) or trainer.fast_dev_run:
+            return
+        if trainer.state.fn != "fit":
+            if found and is_first:
+                keep_logs(trainer, found[0])
             return
         for callback in trainer.callbacks:
             if type(callback).__name__ in _SEARCHES:

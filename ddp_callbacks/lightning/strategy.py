@@ -167,6 +167,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         loggers.follow(self._trainer.loggers, places)
         if self.recovery is not None and not self.recovery.has_copy:  # which knows later places
             loggers.go_on(self._trainer.loggers, places)
+            loggers.cut_back(self._trainer.loggers, places)
 
     def note_places(self) -> None:
         """Note the places of rank 0's logs, which another rank may continue. A collective."""

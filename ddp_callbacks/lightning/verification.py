@@ -18,6 +18,8 @@ from ddp_callbacks.lightning.metrics import metrics_of
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.verification import Computation, Verify, check_first_batch
 
+_OTHER_MEANS = {"reduce_fx", "batch_size", "rank_zero_only"}  # options of self.log
+
 
 def verify_first_batch(
     verify: Verify, trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]
@@ -37,7 +39,7 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module, silent = trainer.lightning_module, _silent(trainer)
+    module, silent, logged = trainer.lightning_module, _silent(trainer), dict[str, float]()
 
     def load() -> tuple[Any, Any, Any]:
         if verify == "warn":
@@ -49,13 +51,13 @@ def verify_first_batch(
         return whole, part, lambda: batches.weigh(part, first.share)
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        _attach(copies[0], silent)
+        _attach(copies[0], silent, logged)
         return _loss(copies[0].training_step(batch, *arguments))
 
     instead = {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
     instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
     with trainer.precision_plugin.train_step_context():
-        check_first_batch(verify, Computation([module], loss_of, instead), load)
+        check_first_batch(verify, Computation([module], loss_of, instead, logged.copy), load)
 
 
 def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
@@ -103,10 +105,19 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _attach(copied: Any, silent: Any) -> None:
-    """Give the copy of a module its Trainer. Turn off ``self.log``, and the exchanges of torchmetrics."""
-    copied.trainer = silent
-    copied.log = copied.log_dict = _ignore
+def _attach(copied: Any, silent: Any, logged: dict[str, float]) -> None:
+    """Give the copy of a module its Trainer. Let it log to ``logged``, and turn off the exchanges of torchmetrics."""
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not args and not options.keys() & _OTHER_MEANS and isinstance(value, int | float | torch.Tensor):
+            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in values.items():
+            log(name, value, *args, **options)
+
+    logged.clear()
+    copied.trainer, copied.log, copied.log_dict = silent, log, log_dict
     for metric in metrics_of([copied]):
         metric.distributed_available_fn = _ignore  # no process group
 

@@ -299,6 +299,11 @@ def found() -> Presence | None:
     return _current if _current is not None and _current.is_in(dist.group.WORLD) else None
 
 
+def has_joined() -> bool:
+    """Whether this process has joined a process group by this library, at any time."""
+    return _current is not None
+
+
 def enter(doing: str) -> None:
     """Note that this rank takes part in an exchange for ``doing``. Sends nothing."""
     presence().enter(doing)

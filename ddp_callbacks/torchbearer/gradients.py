@@ -52,7 +52,7 @@ class WeighsLoss(DistributedCallback):
 
     @contextmanager
     def _weighing(self, state: State) -> Iterator[None]:
-        criterion = state[torchbearer.LOSS].grad_fn
+        criterion = getattr(state.get(torchbearer.LOSS), "grad_fn", None)
         yield
         self.weigh(state, criterion)
 
@@ -153,14 +153,19 @@ class AllReduceGradients(WeighsLoss):
 
     def weigh(self, state: State, criterion: Node | None) -> None:
         """Weigh the loss, or end the closure of a batch that is skipped."""
-        synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]
+        synchronizer = in_training_pass(self._synchronizer)
         if self.world_size == 1 and self._bad is None:
             return
+        needs = {"skip_batch": self._bad is not None, "sync_batchnorm": WEIGHS_LOSS in state}
+        loss = _loss_in(state, [name for name, is_set in needs.items() if is_set])
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
         if self._bad is not None and (faults := self._bad.agree(fault_of(loss), weight)):
             self._bad.report(faults, where)
             raise _Skipped
+        if loss is None:  # the closure has losses of its own
+            synchronizer.weigh(weight, total)
+            return
         if self.world_size > 1:
             self._losses.look(loss, weight, where)
         if self._loss_weight.reduction(state) == "sum":
@@ -318,7 +323,7 @@ class AverageParameters(WeighsLoss):
         if not self._weight:
             self._put_back = set_gradients_aside(held_by(state))
         if self._loss_weight.reduction(state) == "sum":
-            self._weight, loss = 1.0, state[torchbearer.LOSS]
+            self._weight, loss = 1.0, _loss_in(state, ['reduction="sum"'])
             if loss.requires_grad:  # the value of the loss stays unchanged, for metrics
                 loss.register_hook(lambda gradient: gradient * self.world_size)
                 weigh_terms_of_parameters(loss, criterion, 1 / self.world_size)
@@ -353,6 +358,20 @@ class AverageParameters(WeighsLoss):
             self.averager.load_state_dict(window)
         elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
             state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
+
+
+def _loss_in(state: State, needed_by: Sequence[str]) -> Any:
+    """Return the loss; ``None`` if a closure of the user's has set none.
+
+    Raises:
+        ConfigurationError: There is none, and options need it.
+    """
+    if needed_by and torchbearer.LOSS not in state:
+        raise ConfigurationError(
+            f"{' and '.join(needed_by)} of DDPCallback need the loss, and this closure (with_closure) has set no "
+            "state[torchbearer.LOSS]. Set it to each loss before on_criterion and backward, or leave out the option."
+        )
+    return state.get(torchbearer.LOSS)
 
 
 class _Skipped(Exception):

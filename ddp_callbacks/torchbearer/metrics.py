@@ -21,7 +21,7 @@ from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.attributes import decode, encode, plain_attributes
+from ddp_callbacks.data.attributes import changed, checksums_of, decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
@@ -110,14 +110,18 @@ class ReduceMetrics(DistributedCallback):
         }
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """Continue. On another number of ranks, a metric that cannot be merged has rank 0's values on every rank."""
+        """Continue. A user's metric whose state cannot be saved, or given to another number of ranks, begins again."""
         metric_list, is_in_pass = self._list_in(state), states.mine["is_in_pass"]
         if not is_in_pass:
             metric_list.reset(state)  # this chooses a metric that depends on the criterion
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
         metrics = list(_torchbearer.metrics_within(metric_list))
-        for (metric, _), attributes in zip(metrics, states.mine["metrics"], strict=True):
-            vars(metric).update(attributes)
+        for place, (metric, _) in enumerate(metrics):
+            of_ranks = [found["metrics"][place] for found in states.of_ranks]
+            lost = _lost(metric, of_ranks, states.is_same_world, state) if is_in_pass else []
+            vars(metric).update({} if lost else states.mine["metrics"][place])
+            if lost and states.rank == 0:
+                warnings.warn(_cannot_continue(metric, lost, len(of_ranks), states.is_same_world), stacklevel=2)
         recorded = states.mine["pass"]
         if is_in_pass and not states.is_same_world:
             recorded, running = _load_merged(metrics, states, self._loss_weight.reduction(state))
@@ -213,9 +217,10 @@ class MetricsPass:
         return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
     def _note_term(self, callback: Callback, event: Callable[[State], None], state: State) -> None:
-        before = state[torchbearer.LOSS].detach().clone()  # a callback may add in place
+        before = state.get(torchbearer.LOSS, torch.zeros(())).detach().clone()  # a callback may add in place
         event(state)
-        self._terms[callback] = state[torchbearer.LOSS].detach() - before
+        if torchbearer.LOSS in state:  # a closure of the user's may have other losses
+            self._terms[callback] = state[torchbearer.LOSS].detach() - before
 
     def _replace(self, owner: Any, name: str, method: Any) -> None:
         restore = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (vars(owner).pop, name, None)
@@ -292,6 +297,33 @@ def _join(
             for value in _without(merge_batch_logs(logs, kind), too_much):
                 type(metric).process(metric, value)
     return running
+
+
+def _lost(metric: Metric, of_ranks: Sequence[dict[str, Any]], is_same_world: bool, state: State) -> list[str]:
+    """Return the attributes of a user's metric with which it cannot continue in the middle of a pass.
+
+    Args:
+        of_ranks: For each rank, the attributes that it has saved.
+    """
+    if type(metric).__module__.startswith("torchbearer."):
+        return []
+    before = dict(vars(metric))
+    metric.reset(state)
+    fresh = plain_attributes(metric)
+    begun = {name for name, value in vars(metric).items() if value is not before.get(name)}
+    if is_same_world:
+        return sorted(begun - fresh.keys())
+    known = checksums_of(fresh)
+    return sorted({name for saved in of_ranks for name in changed(saved, known)} | (begun - fresh.keys()))
+
+
+def _cannot_continue(metric: Metric, lost: Sequence[str], ranks: int, is_same_world: bool) -> str:
+    names = ", ".join(f"{type(metric).__name__}.{name}" for name in lost)
+    why = "holds what cannot be saved" if is_same_world else f"was each process's own in the {ranks} of the run before"
+    return (
+        f"{names} {why}: in the epoch that was cut, the metric {metric.name} counts only the batches that follow. Keep "
+        "numbers and tensors in a metric, and resume on as many processes; or build it by Torchbearer's decorators."
+    )
 
 
 def _log(columns: Sequence[Any]) -> BatchLog:

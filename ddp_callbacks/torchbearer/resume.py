@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
-from ddp_callbacks.torchbearer.run_state import RunState
+from ddp_callbacks.torchbearer.run_state import RunState, appended_rows
 from ddp_callbacks.torchbearer.state import State
 
 
@@ -47,7 +48,6 @@ class Resume(ResumeOptions, DistributedCallback):
     this library.
     """
 
-    calls = ("run",)
     saved: Saved | None = None
     """The file's content, until a run has continued from it."""
     has_read = False
@@ -65,8 +65,13 @@ class Resume(ResumeOptions, DistributedCallback):
 
     @contextlib.contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """Resume the run inside, and let it stop."""
+        """Resume the run inside, and let it stop. Before that, other calls leave the rows of its CSV files alone."""
         callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
+        if call.name != "run":
+            will_resume = self.saved is not None or (not self.has_read and os.path.exists(self.path))
+            with appended_rows(callbacks) if will_resume else contextlib.nullcontext():
+                yield
+            return
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")

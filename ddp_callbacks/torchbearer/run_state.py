@@ -292,6 +292,20 @@ def _keep_rows(callback: CSVLogger, rows: int) -> None:
         callback.write_header = callback.write_header and rows == 0
 
 
+@contextlib.contextmanager
+def appended_rows(callbacks: Any) -> Iterator[None]:
+    """Let CSV files keep their rows inside, until the run that resumes cuts off what was appended."""
+    writers = [callback for callback in callbacks if isinstance(callback, CSVLogger)]
+    before = [(writer.filemode, writer.write_header) for writer in writers]
+    for writer in writers:
+        writer.filemode, writer.write_header = "a", False
+    try:
+        yield
+    finally:
+        for writer, (mode, has_header) in zip(writers, before, strict=True):
+            writer.filemode, writer.write_header = mode, has_header
+
+
 def _describe(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": describe_model(trial.state[torchbearer.MODEL]),

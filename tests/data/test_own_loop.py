@@ -74,9 +74,9 @@ def train_beside_plain_torch(name: str, relative: float) -> None:
     for batch in (drawn for _ in range(2) for drawn in loader):
         step(alone, optimizer, *batch)
     model, optimizer = network()
-    part, shares = shard_loader(LOADERS[name]()), []
+    part, shares = with_shares(shard_loader(LOADERS[name]())), []  # kept over epochs
     with closing(GradientSynchronizer(model)) as synchronizer:
-        for batch, share in (drawn for _ in range(2) for drawn in with_shares(part)):
+        for batch, share in (drawn for _ in range(2) for drawn in part):
             synchronizer.weigh(share.local, share.total)
             step(model, optimizer, *batch)
             shares.append(share)
@@ -183,6 +183,29 @@ def stop_early(name: str, divide: Any) -> list[list[int]]:
             if number == 3:
                 break
     return seen
+
+
+class Replay(IterableDataset[Any]):
+    """Yields what the loop has put into its buffer."""
+
+    def __init__(self) -> None:
+        self.buffer = [*samples()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.buffer[number % SAMPLES] for number in range(4 * SAMPLES))
+
+
+@WORLD
+def test_a_stream_whose_later_batches_depend_on_the_process_is_refused() -> None:
+    model, optimizer = network()
+    synchronizer = GradientSynchronizer(model)
+    data = Replay()
+    with pytest.raises(MismatchError, match="content of the batches:\n  checksum up to batch 4: ") as caught:
+        for batch, share in with_shares(shard_loader(DataLoader(data, BATCH_SIZE))):
+            synchronizer.weigh(share.local, share.total)
+            step(model, optimizer, *batch)
+            data.buffer[0] = (data.buffer[0][0] * (1 + get_rank()), data.buffer[0][1])
+    assert "Let them depend neither on what the training step draws" in str(caught.value)
 
 
 @WORLD.each(ORDERS, TWO)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 
@@ -324,6 +325,37 @@ def a_layer_that_the_forward_pass_makes() -> None:
     backward(model, 0)
 
 
+def step_with_gradients_of_no_sync() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    optimizer, other = (torch.optim.SGD(part.parameters(), 0.1) for part in (model[0], model[2]))
+    sync.weigh(1, 2)
+    with sync.no_sync():
+        mean_loss(model(batch(0, 0))).backward()
+    other.zero_grad()
+    other.step()  # nothing is lost: it has no gradient
+    optimizer.step(lambda: sync.synchronize())  # as the backward of a closure does
+    with sync.no_sync():
+        mean_loss(model(batch(0, 0))).backward()
+    optimizer.step()
+
+
+def two_models_in_another_order() -> None:
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    kept = [GradientSynchronizer(model) for model in models]
+    order = models if dist.get_rank() else models[::-1]
+    mean_loss(sum(model(torch.ones(1, 3)) for model in order)).backward()
+    del kept
+
+
+def weigh_behind_layers_that_mix_gradients() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    sync = GradientSynchronizer(model)
+    with contextlib.closing(BatchNormSynchronizer(model)):
+        for weights in ((4.0, 8.0), (3.0 + 2 * dist.get_rank(), 8.0)):  # those of equal parts are right
+            sync.weigh(*weights)
+            backward(model, 0)
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -337,6 +369,9 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     a_hook_before: (f"2.weight {HOOK}",),
     a_hook_afterwards: (f"0.weight {HOOK}",),
     a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
+    step_with_gradients_of_no_sync: ("stepped with a gradient of parameter 0.weight", "call synchronize() of the"),
+    weigh_behind_layers_that_mix_gradients: ("1 is a BatchNorm that mixes", "Call weigh_loss(loss, weight, total)"),
+    two_models_in_another_order: ("waits for the gradients of bias to weight (synchronizer ", "in the same order"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
 

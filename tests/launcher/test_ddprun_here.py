@@ -38,6 +38,9 @@ from kit.machine import Slowness
 from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.launch import Launch
+from ddp_callbacks.launcher.node.program import Node
+from ddp_callbacks.launcher.options import parse_options
 
 ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 
@@ -142,8 +145,8 @@ def test_an_answer_that_comes_too_late_answers_nothing_else(tmp_path: Path) -> N
             await node.greet()
             late = f"while ! test -e {tmp_path}/asked; do sleep 0.01; done; echo late"
             with pytest.raises(NodeProblem, match="no answer within"):
-                await node.ask("output", timeout=0.1, argv=["sh", "-c", late], seconds=LIMIT)
-            asking = asyncio.create_task(node.ask("output", argv=["echo", "in time"], seconds=LIMIT))
+                await node.ask(0.1, Node.output, ["sh", "-c", late], LIMIT)
+            asking = asyncio.create_task(node.ask(None, Node.output, ["echo", "in time"], LIMIT))
             await asyncio.sleep(0)  # it has asked
             (tmp_path / "asked").touch()
             return await asking
@@ -260,6 +263,38 @@ def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-2] == "ddprun: rank 1 on localhost failed with exit code 1: KeyError: 'x'"
 
 
+KEPT_ALIVE = """
+import multiprocessing, os, sys, threading, time
+rank = os.environ["RANK"]
+if rank != os.environ["TORCHELASTIC_RESTART_COUNT"]:
+    time.sleep(1000)
+if rank == "0":
+    sys.excepthook = lambda *_: None
+    multiprocessing.Process(target=time.sleep, args=(1000,)).start()
+threading.Thread(target=time.sleep, args=(1000,)).start()
+raise ValueError(f"no data for rank {rank}")
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.waits(7)
+def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_ends_the_job(tmp_path: Path) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
+    done = ddprun(*flags, write(tmp_path, KEPT_ALIVE), cwd=tmp_path)
+    kept = "has failed, but a thread or child process of its own keeps it running: ValueError: no data for rank"
+    said = [line.removeprefix("ddprun: ") for line in done.stderr.splitlines() if line.startswith("ddprun: rank")]
+    assert (done.returncode, said) == (
+        1,
+        [
+            f"rank 0 on localhost {kept} 0. ddprun waits 0.5 s for it",
+            "rank 0 on localhost failed with exit code 1: ValueError: no data for rank 0; all start again",
+            f"rank 1 on localhost {kept} 1. ddprun waits 0.5 s for it",
+            "rank 1 on localhost failed with exit code 1: ValueError: no data for rank 1",
+        ],
+    )
+    assert processes_in(tmp_path) == {}
+
+
 MISFORTUNES = """
 import atexit, os, sys, time
 from ddp_callbacks import join_process_group
@@ -326,8 +361,41 @@ def test_what_it_prints_may_go_to_a_program_that_reads_less(tmp_path: Path, word
 
 def test_a_full_disk_under_what_it_prints_does_not_end_the_training(tmp_path: Path) -> None:
     script = write(tmp_path, "for i in range(100): print(i, flush=True)\nopen('ran', 'w').close()")
-    done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" >/dev/full', "sh", *DDPRUN])
-    assert (done.returncode, (tmp_path / "ran").exists()) == (0, True), done.stderr
+    command = ["sh", "-c", 'exec "$@" >/dev/full', "sh", *DDPRUN]
+    done = ddprun(script, cwd=tmp_path, command=command)
+    assert (done.returncode, (tmp_path / "ran").exists()) == (1, True), done.stderr
+    (folder,) = (tmp_path / "ddprun-logs").iterdir()
+    says = f"ddprun: what is printed here is not complete: No space left on device; all output is in {folder}"
+    assert done.stderr.splitlines()[1:] == [says]
+    assert (folder / "rank-0.log").read_text().split() == [*map(str, range(100))]
+    done = ddprun("--dry-run", script, cwd=tmp_path, command=command)
+    says = "ddprun: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, says)
+
+
+STREAMS = """
+import os, sys
+for number in range(50):
+    print("out", number)
+    print("err", number, file=sys.stderr)
+raise ValueError("at the end")
+"""
+
+
+@pytest.mark.parametrize("redirection", ["> said 2>&1", "2> said"])
+def test_lines_keep_their_order_where_output_and_errors_go_to_one_place(tmp_path: Path, redirection: str) -> None:
+    words = ["sh", "-c", f'"$@" {redirection}', "sh", *DDPRUN]
+    done = ddprun("--no-prefix", write(tmp_path, STREAMS), cwd=tmp_path, command=words)
+    kinds = ["out", "err"] if "1" in redirection else ["err"]
+    expected = [f"{kind} {number}" for number in range(50) for kind in kinds]
+    _, *said = (tmp_path / "said").read_text().splitlines()
+    assert (done.returncode, said[: len(expected)], said[len(expected)]) == (
+        1,
+        expected,
+        "Traceback (most recent call last):",
+    )
+    assert said[-2] == "ddprun: rank 0 on localhost failed with exit code 1: ValueError: at the end"
+    assert done.stdout == ("" if "1" in redirection else "".join(f"out {number}\n" for number in range(50)))
 
 
 def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
@@ -490,6 +558,26 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
         done = ddprun("--setup", failing, script, cwd=tmp_path, HOME=str(tmp_path))
         says = f"ddprun: localhost: --setup {failing!r} or Python failed {says}.\n"
         assert (done.returncode, done.stderr) == (2, says)
+
+
+def test_commands_that_set_up_a_node_may_take_longer_than_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_callbacks.launcher.launch._LONG", 0.5)
+    said = list[str]()
+
+    async def connect() -> None:
+        setup = ["--setup", f"while ! test -e {tmp_path}/told; do sleep 0.01; done", "--chdir", str(tmp_path)]
+        job = parse_options([*setup, write(tmp_path, "")], {})
+        async with Launch(job, answer_timeout=0.2) as launch:
+            await launch.connect(take)
+
+    def take(line: str) -> None:
+        said.append(line)
+        (tmp_path / "told").touch()
+
+    asyncio.run(connect())
+    assert re.fullmatch("waiting for --setup 'while .*' on localhost; Ctrl-C ends the wait", said[0])
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

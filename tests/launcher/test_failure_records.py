@@ -19,14 +19,14 @@ Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
 QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
 
 
-def left_by(folder: Path, program: str) -> tuple[str, str, str]:
+def left_by(folder: Path, program: str, cold: bool = False) -> tuple[str, str, str]:
     """What a rank leaves that runs ``program``: its record, what it prints, and what goes to its log alone."""
     path, stacks = folder / "record.json", folder / "stacks"
     for each in (path, stacks):
         each.touch()
     names = {"TORCHELASTIC_ERROR_FILE": str(path), "DDP_CALLBACKS_STACKS": str(stacks)}
-    environ = environment() | names | {"PYTHONPATH": str(HOOK)}
-    with start(["python", "-c", program], folder, env=environ) as process:
+    environ = environment(cold=cold) | names | {"PYTHONPATH": str(HOOK)}
+    with start(["python", "-c", program], folder, cold=cold, env=environ) as process:
         errors, _ = process.communicate(timeout=DEADLINE)
     return path.read_text(), errors, stacks.read_text()
 
@@ -92,6 +92,29 @@ def test_an_exception_that_ends_a_rank_is_told_in_few_words_and_one_of_ours_whol
     """The last lines tell an exception briefly."""
     record = read_record(left_by(tmp_path, program)[0], 0.0)
     assert (record and record.reason, record and record.blames) == (reason, (1,) if program is PEER else None)
+
+
+PROMPT = "import code\ncode.InteractiveConsole().push('1 / 0')"
+THREAD = """
+import sys, threading
+threading.excepthook = lambda failed: sys.excepthook(*failed[:3])
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+"""
+CHAINED = """
+import sys
+def hook(*failed, previous=sys.excepthook): previous(*failed)
+sys.excepthook = hook
+1 / 0
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(("program", "is_over"), [(PROMPT, False), (THREAD, False), (CHAINED, True)])
+def test_an_exception_ends_a_program_only_if_it_has_left_it(tmp_path: Path, program: str, is_over: bool) -> None:
+    record = read_record(left_by(tmp_path, program, cold=True)[0], 0.0)
+    assert record is not None and (record.reason, record.is_over) == ("ZeroDivisionError: division by zero", is_over)
 
 
 DEEP = "\n".join(f"def f{n}(): f{n + 1}()" for n in range(60)) + "\ndef f60(): raise ValueError('deep')\nf0()"

@@ -37,7 +37,7 @@ CONTRACTS = {
     _torchmetrics: _torchmetrics.PRIVATE,
     _torchbearer: _torchbearer.PRIVATE,
 }
-DOCUMENTED = {"_fields", "_fields_"}  # of namedtuple and ctypes: public in spite of their names
+DOCUMENTED = {"_fields", "_fields_", "_replace"}  # of namedtuple and ctypes: public in spite of their names
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Replaced"}  # their second argument is an attribute's name
 
 

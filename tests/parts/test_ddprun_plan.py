@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher import cli, remote
+from ddp_callbacks.launcher import cli, connection, remote
 from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan
@@ -139,8 +139,8 @@ def test_ranks_get_every_variable_that_torchrun_sets() -> None:
     (told,) = starts(plan("t.py"), [(plan("t.py").nodes[0], place)], ("127.0.0.1", 29500))
     theirs = set(re.findall(r'"([A-Z]\w+)":', inspect.getsource(LocalElasticAgent._start_workers)))
     of_one_rank = {"RANK", "LOCAL_RANK", "ROLE_RANK"}  # which the node's program adds
-    assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told["environ"], *told["defaults"], *of_one_rank}
-    assert told["ranks"] == [0, 1]
+    assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told.environ, *told.defaults, *of_one_rank}
+    assert told.ranks == [0, 1]
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
@@ -259,7 +259,9 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
 
 
-def test_a_set_up_that_does_not_end_is_named() -> None:
+def test_a_set_up_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_SETUP_TIMEOUT", 0.0)
+
     async def start() -> None:
         node = Connection(replace(plan("t.py").nodes[0], setup="until false; do :; done"), Shared(10.0, 0.5))
         try:

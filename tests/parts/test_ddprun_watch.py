@@ -14,6 +14,7 @@ import pytest
 from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.failures import End
 from ddp_callbacks.launcher.members import Members
+from ddp_callbacks.launcher.node import reports as node_reports
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
 
@@ -47,13 +48,13 @@ class Launch:
         rank, do, values = self.reports[0]
         self.reports = self.reports[1:]
         if do:
-            return Event(self.nodes[rank], do, values)
+            return Event(self.nodes[rank], vars(node_reports)[do](**values))
         self.halted.set()
         await asyncio.sleep(0.01)
         return None
 
-    def tell(self, do: str, rank: int, **_: Any) -> None:
-        self.calls.append(f"{do} {rank}")
+    def tell(self, call: Any, rank: int, *_: Any) -> None:
+        self.calls.append(f"{call.__name__} {rank}")
 
     def let_know(self, **news: Any) -> None:
         self.calls += [f"{kind}: {json.dumps(values)}" for kind, values in news.items()]
@@ -82,12 +83,12 @@ class Launch:
 
 
 def started(host: int, *ranks: int) -> Report:
-    return host, "started", {"ranks": ranks or [host], "threads": "1", "interface": "lo"}
+    return host, "Started", {"ranks": ranks or [host], "threads": "1", "interface": "lo"}
 
 
 def ended(rank: int, code: int, host: int | None = None, by: str | None = None) -> Report:
     values = {"rank": rank, "code": code, "signal": by, "now": time.monotonic()}
-    return rank if host is None else host, "ended", values
+    return rank if host is None else host, "Ended", values
 
 
 def exited(rank: int) -> str:
@@ -101,7 +102,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], [exited(0), "end"]),
     "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], [exited(0)]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
-    "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
+    "one is asked": (0, [*BOTH, (1, "Asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["ask"]),
     "the first is preempted, and all may start again": (1, [*BOTH, ended(1, 75)], ["ask"]),
     "one has failed, and all start again": (
@@ -114,7 +115,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
         [*BOTH, ended(1, 3), HALTED, *BOTH, ended(1, 3), ended(0, 1)],
         ["halt 2", "meet 2", "start 2", "end"],
     ),
-    "a program cannot be started": (1, [started(0), (1, "problem", {"text": "cannot start x"})], ["end"]),
+    "a program cannot be started": (1, [started(0), (1, "Problem", {"text": "cannot start x"})], ["end"]),
 }
 
 
@@ -140,15 +141,15 @@ def killed(rank: int) -> Report:
 
 def raised(rank: int, exception: str, blames: list[int] | None = None) -> list[Report]:
     record = json.dumps({"exceptions": [exception], "time": time.monotonic(), "blames": blames})
-    return [(min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": record}), done(rank, 1)]
+    return [(min(rank, 1), "Wrote", {"rank": rank, "stream": "f", "data": record}), done(rank, 1)]
 
 
 def ready(rank: int) -> Report:
-    return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"ready": true}\n'}
+    return min(rank, 1), "Wrote", {"rank": rank, "stream": "f", "data": '{"ready": true}\n'}
 
 
 def meets(rank: int) -> Report:
-    return min(rank, 1), "wrote", {"rank": rank, "stream": "f", "data": '{"stores": {"1": ["h2", 7]}}\n'}
+    return min(rank, 1), "Wrote", {"rank": rank, "stream": "f", "data": '{"stores": {"1": ["h2", 7]}}\n'}
 
 
 def members(generation: int, *ranks: int, again: int = 0) -> str:
@@ -157,13 +158,13 @@ def members(generation: int, *ranks: int, again: int = 0) -> str:
 
 
 ALL = [started(0), started(1, 1, 2)]
-CLOSED: tuple[Report, Report] = (0, "closed", {}), (1, "closed", {})
+CLOSED: tuple[Report, Report] = (0, "Closed", {}), (1, "Closed", {})
 LOST = "h2: the connection was lost"
 ONE, TWO = "rank 1 on h2 was killed by SIGKILL; continuing with", "rank 2 on h2 was killed by SIGKILL; continuing with"
 FAILED = "failed with exit code 137: killed by SIGKILL"
 PEER = "ddp_callbacks.errors.PeerError: rank 1 (host h2, pid 7) died or went silent"
 BROKEN = "RuntimeError: Connection closed by peer"
-ASKED: Report = 1, "asked", {"signal": "SIGTERM"}
+ASKED: Report = 1, "Asked", {"signal": "SIGTERM"}
 # What the hosts report, what is done about it, the exit code, and what is told.
 LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
     "a rank is killed": (
@@ -316,7 +317,7 @@ def test_a_rank_that_had_joined_for_ten_seconds_may_be_replaced_again(
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_was_lost_decides_whether_the_job_goes_on(case: str) -> None:
     reports, calls, code, says = LOSSES[case]
-    reports = [*reports, *((host, "done", {}) for host in (0, 1) if CLOSED[host] not in reports)]
+    reports = [*reports, *((host, "Done", {}) for host in (0, 1) if CLOSED[host] not in reports)]
     launch, output = Launch("-H h1:1,h2:2 --keep-going", reports), MagicMock()
     assert asyncio.run(Watch(launch, output).run()) == code  # type: ignore[arg-type]
     told = [call.args[0] for call in output.note.call_args_list]

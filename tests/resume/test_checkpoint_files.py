@@ -95,7 +95,7 @@ def step_at(path: Path) -> int:
 
 # --- kills and signals ------------------------------------------------------------------------------------------------
 
-EVENTS = ("open", "os.rename", "os.remove", "fcntl.lockf")  # of a write, as Python's audit hooks see it
+EVENTS = ("open", "os.rename", "os.remove", "fcntl.fcntl")  # of a write, as Python's audit hooks see it
 NUMEL = 500_000  # 2 MB
 
 
@@ -418,6 +418,7 @@ def test_the_second_job_that_writes_a_path_is_refused_and_hears_of_the_first(
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with CheckpointFile(tmp_path / "run.pt"):
         monkeypatch.delenv("SLURM_JOB_ID")
+        (tmp_path / "run.pt.lock").read_bytes()  # as a copy of the folder does
         for text in run_distributed(claim_in_vain, 2, str(tmp_path)):
             assert re.search(
                 rf"run\.pt is being written by another job: the process {os.getpid()} on host {socket.gethostname()}, "

@@ -24,12 +24,13 @@ from kit.compare import assert_equal
 from kit.ranks import Nursery, note, run_distributed
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from trainers import Net, loader, outcome, quiet
+from trainers import Net, joined, loader, outcome, quiet
 from trainers import trainer as make_trainer
 from trainers_apart import run
-from ways import Way, new_folder
+from ways import RELATIVE, Way, alone, new_folder, on_ranks
 
 import ddp_callbacks.torchbearer
+from ddp_callbacks.auto import AUTO
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.lightning import Resume
 
@@ -56,6 +57,14 @@ def fit_on_all(path: str) -> None:
 def test_what_is_logged_with_sync_dist_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
     fit(tmp_path / "run.ckpt", 6)
     run_distributed(fit_on_all, 2, str(tmp_path / "run.ckpt"))
+
+
+def test_one_process_reads_the_value_of_a_step_that_two_have_logged() -> None:
+    name = "reading_a_step_behind_a_validation_in_mid_epoch"
+    folder = new_folder([name])
+    first = on_ranks(2, "trainers", Way(resumed_on=-1), [name], folder, {name: 4})[0][name][0]
+    second = on_ranks(1, "trainers", Way(resumed_on=1), [name], folder)[0][name][0]
+    assert_equal(joined(first, second), alone("trainers", name)[0], RELATIVE)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -264,11 +273,60 @@ def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: 
     assert found == {Path(path).name for path in whole.best_k_models}
 
 
+@pytest.mark.parametrize("version", [None, 7])
+def test_a_csv_file_keeps_its_rows_if_a_script_validates_in_front_of_the_fit(tmp_path: Path, version: Any) -> None:
+    def script(name: str, cut: int | None) -> list[dict[str, str]]:
+        resume, module = Resume(tmp_path / f"{name}.ckpt"), Net()
+        logger = CSVLogger(tmp_path / name, version=version)
+        options = {"callbacks": [resume, Asks(resume, cut)], "log_every_n_steps": 1, "logger": logger}
+        made = trainer("ddp_callbacks", **options)
+        with quiet(), contextlib.suppress(Preempted):
+            made.predict(module, loader(13, 5, 9))
+            made.validate(module, loader(13, 5, 9), verbose=False)
+            fit_plainly(made, module)
+        assert len(list((tmp_path / name / "lightning_logs").iterdir())) == 1
+        return rows(Path(logger.log_dir))
+
+    expected = script("whole", None)
+    before = script("cut", 6)
+    assert 1 < len(before) < len(expected)
+    assert before == expected[: len(before)]
+    assert script("cut", None) == expected
+
+
+def test_a_csv_file_keeps_its_rows_if_the_fit_is_refused(tmp_path: Path) -> None:
+    def fit_with(module: Any, stop: int | None) -> list[dict[str, str]]:
+        logger = CSVLogger(tmp_path, version=7, flush_logs_every_n_steps=1)
+        error = None if stop is None else ZeroDivisionError()
+        fit(tmp_path / "run.ckpt", stop, error, module=module, logger=logger, log_every_n_steps=1)
+        return rows(tmp_path / "lightning_logs/version_7")
+
+    before = fit_with(Net(), 6)
+    wide = Net()
+    wide.more = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="model: Net with 83 numbers"):
+        fit_with(wide, None)
+    with pytest.raises(ConfigurationError, match="this Trainer has SingleDeviceStrategy"):
+        fit_plainly(trainer("auto", logger=CSVLogger(tmp_path, version=7), callbacks=[Resume(tmp_path / "run.ckpt")]))
+    assert rows(tmp_path / "lightning_logs/version_7") == before
+
+
 @pytest.mark.parametrize("first", [TensorBoardLogger, CSVLogger])
 def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path, first: Any) -> None:
     for stop, logger in ((3, first), (None, TensorBoardLogger)):
         fit(tmp_path / "run.ckpt", stop, logger=logger(tmp_path))
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+def test_auto_on_one_process_chooses_the_strategy_that_resume_needs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(AUTO, "1")
+    assert trainer("auto").strategy.__class__.__name__ == "SingleDeviceStrategy"
+    for cut in (6, None):
+        resume = Resume(tmp_path / "run.ckpt")
+        made = trainer("auto", callbacks=[resume, Asks(resume, cut)])
+        with contextlib.suppress(Preempted):
+            fit_plainly(made)
+        assert made.global_step == (cut or 8)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -156,6 +156,12 @@ def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     for name, (value, text) in others.items():
         with pytest.raises(CheckpointError, match=text):
             load_checkpoint(path, {**loop.objects, name: value})
+    before = [value.clone() for value in loop.objects["model"].parameters()]
+    grown = torch.optim.SGD([{"params": loop.objects["model"].parameters()}, {"params": [nn.Parameter(torch.ones(1))]}])
+    name = next(name for name, value in loop.objects.items() if isinstance(value, torch.optim.Optimizer))
+    with pytest.raises(CheckpointError, match=rf"run.pt has for '{name}' .* this one has \[4, 1\]. Call add_param_"):
+        load_checkpoint(path, {**loop.objects, name: grown})
+    assert all(map(torch.equal, loop.objects["model"].parameters(), before))
     with pytest.raises(ConfigurationError, match="'data' must have state_dict and load_state_dict, or be a dict of"):
         save_checkpoint(path, {"data": DataLoader(data)})
     with CheckpointFile(path) as file:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,10 +22,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
 from torchbearer.callbacks import CSVLogger, Tqdm
+from torchbearer.metrics import Metric
 from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, train, trial
 from ways import Way
 
-from ddp_callbacks import LocalSGD
+from ddp_callbacks import LocalSGD, get_rank
 from ddp_callbacks.checkpoints import CheckpointFile
 from ddp_callbacks.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.torchbearer import SHARE, DDPCallback, Resume
@@ -198,6 +201,86 @@ def test_an_evaluation_between_two_runs_does_not_change_the_epochs_of_the_one_th
     again = torchbearer.callbacks.on_step_validation(lambda state: None)
     found = script(Resume(tmp_path / "run.pt"), again)
     assert_equal(found[1:], expected[1:], relative=0.0)  # what it evaluates in front is the model of the cut
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_csv_file_keeps_its_rows_if_a_script_evaluates_in_front_of_the_run(tmp_path: Path, call: str) -> None:
+    def script(name: str, cut: int | None) -> list[str]:
+        resume, log = Resume(tmp_path / f"{name}.pt"), CSVLogger(str(tmp_path / name), batch_granularity=True)
+
+        @torchbearer.callbacks.on_step_training
+        def ask(state: Any) -> None:
+            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, cut):
+                resume.preemption.request("the test")
+
+        made = plain(resume, log, ask).with_test_generator(loader())
+        getattr(made, call)()
+        with contextlib.suppress(Preempted):
+            made.run(2)
+        return (tmp_path / name).read_text().splitlines()
+
+    expected = script("whole", None)
+    assert len(expected) == 12
+    assert script("cut", 2) == expected[:9]
+    assert script("cut", None) == expected
+
+
+class Total(Metric):  # type: ignore[misc]
+    """Not built from decorators."""
+
+    def reset(self, state: Any) -> None:
+        self.total, self.count = 0.0, 0
+
+    def process(self, state: Any) -> None:
+        self.total += float(state[torchbearer.Y_PRED].abs().sum())
+        self.count += len(state[torchbearer.Y_PRED])
+
+    def process_final(self, state: Any) -> dict[str, float]:
+        return {self.name: self.total / self.count}
+
+
+class InAnObject(Total):
+    def reset(self, state: Any) -> None:
+        self.sums = defaultdict(float)
+
+    total = property(lambda self: self.sums["total"], lambda self, value: self.sums.update(total=value))
+    count = property(lambda self: self.sums["count"], lambda self, value: self.sums.update(count=value))
+
+
+def measured(folder: str, kind: type[Metric], cut: int | None) -> Any:
+    """The rows of a metric, in a run that is asked to stop after a batch of the second epoch."""
+    resume = Resume(Path(folder, "run.pt"))
+
+    @torchbearer.callbacks.on_step_training
+    def ask(state: Any) -> None:
+        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, cut):
+            resume.preemption.request("the test")
+
+    made = trial([DDPCallback(verify=None), resume, ask], metrics=[kind("own")])
+    made.with_train_generator(DataLoader(data(30), 6))
+    with contextlib.suppress(Preempted):
+        return [epoch["own"] for epoch in made.run(2)]
+
+
+def test_a_metric_of_a_class_of_the_users_goes_on_in_mid_epoch_or_is_named(tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("whole", "cut", "object", "moved")}
+    expected = measured(folders["whole"], Total, None)
+    for name, kind in (("cut", Total), ("object", InAnObject), ("moved", Total)):
+        assert measured(folders[name], kind, 1) is None
+    assert measured(folders["cut"], Total, None) == expected
+    with pytest.warns(UserWarning, match=r"InAnObject.sums holds what cannot be saved: .* the metric own counts only"):
+        assert measured(folders["object"], InAnObject, None) != expected
+    run_distributed(measured_elsewhere, 2, folders["moved"])
+
+
+def measured_elsewhere(folder: str) -> None:
+    """On a rank, from the file of one process."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        measured(folder, Total, None)
+    said = [str(warning.message) for warning in caught if "the metric own counts only" in str(warning.message)]
+    assert len(said) == (get_rank() == 0)
+    assert all(text.startswith("Total.count, Total.total was each process's own") for text in said)
 
 
 class Unreadable(TensorDataset):

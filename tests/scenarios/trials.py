@@ -646,6 +646,27 @@ def a_closure_without_events(extra: Extra) -> Any:
     return train(trial(extra()).with_closure(closure), DataLoader(data(31), 7, shuffle=True))
 
 
+FIRST, SECOND = torchbearer.state_key("first"), torchbearer.state_key("second")
+
+
+@scenario
+def a_closure_with_losses_under_keys_of_its_own(extra: Extra) -> Any:
+    """As for two networks that compete: Torchbearer has no loss."""
+
+    def closure(state: Any) -> None:
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[FIRST] = nn.functional.cross_entropy(state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[SECOND] = state[torchbearer.Y_PRED].abs().mean()
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        for key in (FIRST, SECOND):
+            state[key].backward(retain_graph=True)
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    made = trial(extra(), criterion=None, metrics=[mean(FIRST), mean(SECOND)]).with_closure(closure)
+    return train(made, DataLoader(data(31), 7, shuffle=True))
+
+
 class EveryThird(torch.optim.Adam):
     """Takes a step in every third call, from the gradients of three backwards."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -159,8 +160,9 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     "equal parts": (lambda: verify(known_only, rows=DataLoader(alternating(), SAMPLES)), DIFFERS),
     "sum": (
         lambda: verify(summed, rows=DataLoader(samples(), 6)),
-        "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
-        '(reduction="sum")',
+        "Added up without weights the gradients are right: the loss is a sum over the samples, so give "
+        'reduction="sum" to DDPCallback (of a Trial or Trainer), CallbackStrategy (Trainer(strategy=...)) or '
+        "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(",
     ),
     "batch norm": (
         lambda: verify(cross_entropy, nn.BatchNorm1d(6)),
@@ -233,6 +235,14 @@ class Summed(Net):
         return loss
 
 
+class SummedWithATerm(Net):
+    """A sum over the samples, and a term of the parameters, which each process adds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        term = sum(parameter.square().sum() for parameter in self.parameters())
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") + term
+
+
 class HoldsALock(KnownOnly):
     """Which ``copy.deepcopy`` refuses."""
 
@@ -274,7 +284,7 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: run_trainer(NormalizedMaskedMean(), masked(29, 8, 0), weight=counted, sync_batchnorm=True),
         PASSES,
     ),
-    "a Trainer with a sum": (lambda: run_trainer(Summed()), 'Say so (reduction="sum")'),
+    "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
     "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layers.0 normalizes by each process's part"),
     "by hand": (lambda: run_trainer(ByHand()), "needs automatic optimization"),
@@ -342,14 +352,41 @@ def drawn_apart() -> DataLoader[Any]:
     return DataLoader(TensorDataset(features, labels), 8)
 
 
+class Counts(Net):
+    """Logs ``seen`` and ``largest``, which do not add up over the parts of a batch, and what does or cannot be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        self.log("seen", float(self.seen))
+        outputs = self(batch[0])
+        self.log_dict({"largest": outputs.max(), "mean": outputs.mean(), "since": time.monotonic(), "lr": 0.1})
+        self.log_dict({"noise": torch.rand(()), "zero": outputs.sum() * 0, "centred": (outputs - outputs.mean()).sum()})
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+        self.log("weighed", outputs.mean(), batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
+    "counts that are logged": (
+        lambda: trainer_tells(Counts()),
+        "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129). Log",
+    ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
-    "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
+    "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),
+    "a sum that is said": (lambda: trainer_tells(Summed(), reduction="sum"), ""),
+    "a sum with a term of the parameters": (
+        lambda: trainer_tells(SummedWithATerm(), reduction="sum"),
+        "A sum must not have terms of the parameters alone, unless divided by the number of processes",
+    ),
     "data that each process draws apart": (
         lambda: trainer_tells(rows=drawn_apart()),
         DATA,

@@ -28,7 +28,7 @@ from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
 from trials import CLASSES, FEATURES, data, draws, network, normalized, parameters, train, trial
 
-from ddp_callbacks import get_rank
+from ddp_callbacks import LocalSGD, get_rank
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, Resume, ShardData
 
@@ -633,6 +633,32 @@ def test_a_sum_in_a_closure_that_calls_no_on_criterion_has_the_gradient_of_one_p
         return parameters(made)
 
     assert_equal(trained([DDPCallback(verify=None)]), trained([]), relative=1e-10)
+
+
+def own_losses(state: Any) -> None:
+    """A closure that sets no ``state[torchbearer.LOSS]``."""
+    state[torchbearer.OPTIMIZER].zero_grad()
+    loss = state[torchbearer.MODEL](state[torchbearer.X]).square().mean()
+    state[torchbearer.CALLBACK_LIST].on_criterion(state)
+    loss.backward()
+
+
+@WORLD
+def test_a_closure_without_torchbearers_loss_trains_and_options_that_need_it_name_it() -> None:
+    def trained(ddp: list[Callback]) -> Any:
+        made = trial(ddp, criterion=None, metrics=[]).with_closure(own_losses)
+        made.with_train_generator(DataLoader(data(11), 4)).run(1)
+        return parameters(made)
+
+    assert_equal(trained([DDPCallback(verify=None)]), trained([]), relative=1e-10)
+    refused: dict[str, dict[str, Any]] = {
+        "skip_batch": {"skip_batch": "non_finite"},
+        "sync_batchnorm": {"sync_batchnorm": True},
+        'reduction="sum"': {"sync": LocalSGD(2), "reduction": "sum", "verify": None},
+    }
+    for option, options in refused.items():
+        with pytest.raises(ConfigurationError, match=f"{option} of DDPCallback need.* has set no state"):
+            trained([DDPCallback(**options)])
 
 
 # --- metrics of the user's own ----------------------------------------------------------------------------------------

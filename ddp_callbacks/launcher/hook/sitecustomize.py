@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from importlib import import_module
@@ -44,16 +45,16 @@ def _write_failures(path: str, log: int) -> None:
     rank = os.getpid()  # a child that was forked is another process
     written: list[BaseException] = []
 
-    def write(exception: BaseException | None) -> None:
+    def write(exception: BaseException | None, is_over: bool) -> None:
         if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
             return
         written.append(exception)
         began = time.monotonic()  # before imports, which take time: the rank that failed first is the cause
         with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
-            file.write(_record(exception, began))  # fails if the node's program is gone
+            file.write(_record(exception, began, is_over))  # fails if the node's program is gone
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
-        write(exception)
+        write(exception, _is_over())
         given, sys.stderr = sys.stderr, io.StringIO()
         try:
             previous(kind, exception, trace)
@@ -63,7 +64,18 @@ def _write_failures(path: str, log: int) -> None:
             given.write(_shorten(text, exception, log))
 
     previous, sys.excepthook = sys.excepthook, report
-    atexit.register(lambda: write(getattr(sys, "last_value", None)))  # if the program has replaced the hook
+    # If the program has replaced the hook. Threading's runs before a thread of the program may keep this process.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(lambda: write(getattr(sys, "last_value", None), True))
+
+
+def _is_over() -> bool:
+    """Whether the exception that the hook got has left the program; a thread or a console may call the hook, too."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def _shorten(text: str, exception: BaseException, log: int) -> str:
@@ -85,7 +97,7 @@ def _shorten(text: str, exception: BaseException, log: int) -> str:
     return "".join([lines[0], f"  ... {start - 1} more lines are in the log\n", *lines[start:]])
 
 
-def _record(exception: BaseException, began: float) -> str:
+def _record(exception: BaseException, began: float, is_over: bool) -> str:
     import json
     import traceback
 
@@ -97,7 +109,7 @@ def _record(exception: BaseException, began: float) -> str:
     ends = [traceback.format_exception_only(each) for each in told]
     # The text of a SyntaxError begins with the code.
     lines = [_cut(next(text for text in end if text[0] != " ").rstrip("\n")) for end in ends]
-    record = {"exceptions": lines, "time": began, "blames": getattr(peer, "ranks", None)}
+    record = {"exceptions": lines, "time": began, "is_over": is_over, "blames": getattr(peer, "ranks", None)}
     return "\n" + json.dumps(record, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Answers to the launcher before the ranks start. Each function in ``ANSWERS`` answers the message of its name."""
+"""Answers to the launcher before the ranks start."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ def describe() -> dict[str, Any]:
     return {"machine": machine, "ends": connection[2::-2] if len(connection) == 4 else [None, None]}
 
 
-def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
-    """Change to the working directory, set variables for all later processes, and check that the script exists."""
-    os.environ.update(environ)
-    try:
-        os.chdir(cwd)
-    except OSError as error:
-        raise Refusal(f"cannot enter the working directory {cwd}: {error.strerror}") from None
-    if script is not None and not os.path.exists(script):
-        raise Refusal(f"file not found: {script} (working directory {os.getcwd()})")
-    return {}
+class Answers:
+    """Answers to the launcher before the ranks start."""
 
+    def enter(self, cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
+        """Change to the working directory, set variables for all later processes, and check that the script exists."""
+        os.environ.update(environ)
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            raise Refusal(f"cannot enter the working directory {cwd}: {error.strerror}") from None
+        if script is not None and not os.path.exists(script):
+            raise Refusal(f"file not found: {script} (working directory {os.getcwd()})")
+        return {}
 
-def output(argv: list[str], seconds: float) -> dict[str, Any]:
-    """Run a short command; return its exit code and output."""
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise Refusal(f"{' '.join(argv[:3])} took longer than {seconds:g} s") from None
-    return {"code": done.returncode, "out": os.fsdecode(done.stdout), "err": os.fsdecode(done.stderr)}
+    def output(self, argv: list[str], seconds: float) -> dict[str, Any]:
+        """Run a short command; return its exit code and output."""
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Refusal(f"{' '.join(argv[:3])} took longer than {seconds:g} s") from None
+        return {"code": done.returncode, "out": os.fsdecode(done.stdout), "err": os.fsdecode(done.stderr)}
 
-
-def reach(addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
-    """Connect to ports that other nodes hold; return for each this node's own address, or why it cannot be reached."""
-    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        return {"found": list(pool.map(partial(_reach, seconds), addresses))}
+    def reach(self, addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
+        """Connect to ports of other nodes; return for each this node's own address, or why it cannot be reached."""
+        with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+            return {"found": list(pool.map(partial(_reach, seconds), addresses))}
 
 
 def _reach(seconds: float, where: tuple[str, int]) -> tuple[str, str]:
@@ -56,9 +57,6 @@ def _reach(seconds: float, where: tuple[str, int]) -> tuple[str, str]:
             return connection.getsockname()[0], ""
     except OSError as error:
         return "", error.strerror or str(error)
-
-
-ANSWERS = {function.__name__: function for function in (enter, output, reach)}
 
 
 def hold_port(address: str, port: int) -> socket.socket:

@@ -10,14 +10,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ddp_callbacks.launcher.node.reports import Report
+
 GREETING = b"\0ddprun\0"  # the end of the first line; a login shell may print something before it
 MOST = 1 << 16  # bytes to read or write at once, as many as a pipe holds
 _ENOUGH = 1 << 20  # bytes that wait for the launcher; beyond that, the job's writes wait
 
 
-def encode(do: str, **values: Any) -> bytes:
+def encode(*message: Any) -> bytes:
     """Encode a message as :mod:`ddp_callbacks.launcher.node` describes it."""
-    return os.fsencode(json.dumps({"do": do, **values}, ensure_ascii=False)) + b"\n"
+    return os.fsencode(json.dumps(message, ensure_ascii=False)) + b"\n"
 
 
 class Link:
@@ -51,7 +53,7 @@ class Link:
         """Whether the launcher has been silent for too long."""
         return self.is_open and time.monotonic() - self._heard > self.silence
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[tuple[str, int | None, list[Any], dict[str, Any]]]:
         """Yield the messages that have arrived; at the end of standard input, close the link."""
         # None if there is no data. os.read would miss data that was read ahead with this program.
         data: bytes | None = sys.stdin.buffer.read(MOST)
@@ -62,10 +64,17 @@ class Link:
             *lines, self._inbox = (self._inbox + data).split(b"\n")
             yield from (json.loads(os.fsdecode(line)) for line in lines)
 
-    def tell(self, do: str, **values: Any) -> None:
-        """Queue a message for :meth:`write`; no effect once the launcher is gone."""
+    def tell(self, report: Report) -> None:
+        """Queue a report for :meth:`write`; no effect once the launcher is gone."""
+        self._queue(type(report).__name__, *report)
+
+    def answer(self, question: int | None, values: dict[str, Any]) -> None:
+        """Queue the answer to a question."""
+        self._queue("answer", question, values)
+
+    def _queue(self, *message: Any) -> None:
         if self.is_open:
-            self._outbox += encode(do, **values)
+            self._outbox += encode(*message)
 
     def write(self) -> None:
         """Write as much as the connection takes."""

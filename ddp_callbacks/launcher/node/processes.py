@@ -56,6 +56,29 @@ class Start(NamedTuple):
     environ: dict[str, str]
     cores: set[int]
     size: tuple[int, int] | None  # lines and columns of the terminal to which it writes
+    one_stream: bool  # whether its standard output is its standard error, so that lines keep their order
+
+
+class StartRanks(NamedTuple):
+    """How the ranks of a node are started.
+
+    ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
+    before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits the
+    descriptor ``stdin``; with ``None``, it reads what the launcher passes on. The ranks ``shown`` (``None``: all) write
+    to a terminal of this ``size``, in lines and columns, if there is one; with ``one_stream``, all to the same.
+    """
+
+    argv: list[str]
+    ranks: list[int]
+    environ: dict[str, str]
+    defaults: dict[str, str]
+    store: list[str]
+    bind: str
+    patience: float | None
+    stdin: int | None = None
+    size: tuple[int, int] | None = None
+    shown: list[int] | None = None
+    one_stream: bool = False
 
 
 class Rank(NamedTuple):
@@ -77,11 +100,12 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
         The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
     """
     record, stacks = os.pipe(), os.pipe()
-    output, errors = _stream(how.size), _stream(how.size)
+    errors = _stream(how.size)
+    output = errors if how.one_stream else _stream(how.size)
     own = {"TORCHELASTIC_ERROR_FILE": record[1], "DDP_CALLBACKS_STACKS": stacks[1], "DDP_CALLBACKS_NEWS": news}
     files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
     process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
-    for descriptor in (*([] if taken == subprocess.DEVNULL else [taken]), output[1], errors[1]):
+    for descriptor in {taken, output[1], errors[1]} - {subprocess.DEVNULL}:
         os.close(descriptor)
     streams = {output[0]: "o", errors[0]: "e", stacks[0]: "s", record[0]: "f"}
     for descriptor in streams:

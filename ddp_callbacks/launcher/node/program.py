@@ -15,19 +15,21 @@ from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold_port
+from ddp_callbacks.launcher.node.answers import Answers, Refusal, describe, hold_port
 from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import (
     Rank,
     Start,
+    StartRanks,
     adopt_orphans,
     descendants,
     memory_file,
     start,
     start_rank,
 )
+from ddp_callbacks.launcher.node.reports import Asked, Beat, Done, Ended, Problem, Started, Wrote
 from ddp_callbacks.launcher.node.stopped import Stopped
 
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after the launcher's silence, which has already taken time
@@ -58,8 +60,8 @@ def main() -> None:
         raise
 
 
-class Node:
-    """Runs the ranks of a node, and passes data between them and the launcher.
+class Node(Answers):
+    """Runs the ranks of a node, and passes data between them and the launcher, which calls its public methods.
 
     Args:
         signals: A descriptor from which to read the numbers of received signals.
@@ -88,83 +90,66 @@ class Node:
             self._ending.look()
             self._reap()
             for rank in self._stopped.kill(self._ranks):
-                self._link.tell("wrote", rank=rank, stream="e", data=_KILLED)
+                self._link.tell(Wrote(rank, "e", _KILLED))
             if self._halt is not None and not self._leaves and self._ending.is_quiet():
                 self._get_ready()
         self._end_store()
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
                 pass
-        self._link.tell("done")
+        self._link.tell(Done())
         while self._link.is_open and self._link.has_more:
             self._wait()
 
     # --- messages of the launcher -------------------------------------------------------------------------------------
 
-    def do_hello(self, silence: float, grace: float | None) -> dict[str, Any]:
+    def hello(self, silence: float, grace: float | None) -> dict[str, Any]:
         """Describe this node. From now on, the job ends if the launcher is silent for ``silence`` seconds."""
         self._link.silence, self._ending.grace = silence, grace
         return describe()
 
-    def do_listen(self, address: str, port: int) -> dict[str, Any]:
+    def listen(self, address: str, port: int) -> dict[str, Any]:
         """Hold a port for the store; 0 finds a free one."""
         self._listener = hold_port(address, port)
         own, held, *_ = self._listener.getsockname()
         return {"address": own, "port": held}
 
-    def do_release(self) -> None:
-        """Give up the port that :meth:`do_listen` holds."""
+    def release(self) -> None:
+        """Give up the port that :meth:`listen` holds."""
         if self._listener is not None:
             self._listener.close()
 
-    def do_start(
-        self,
-        argv: list[str],
-        ranks: list[int],
-        environ: dict[str, str],
-        defaults: dict[str, str],
-        store: list[str],
-        bind: str,
-        patience: float | None,
-        stdin: int | None = None,
-        size: tuple[int, int] | None = None,
-        shown: list[int] | None = None,
-    ) -> None:
-        """Start these ranks, and on the first node the program that hosts their store on the port that is held.
-
-        ``defaults`` are variables that the ranks get unless this node has set them. The PYTHONPATH in ``environ`` comes
-        before this node's own. A rank that was stopped for longer than ``patience`` seconds is killed. Rank 0 inherits
-        the descriptor ``stdin``; with ``None``, it reads what :meth:`do_input` brings. The ranks ``shown`` (``None``:
-        all) write to a terminal of this ``size``, in lines and columns, if there is one.
-        """
-        self._stopped.patience = patience
-        found = {**defaults, **os.environ, **environ}
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+    def start(self, how: StartRanks) -> None:
+        """Start these ranks, and on the first node the program that hosts their store on the port that is held."""
+        how = StartRanks(*how)
+        self._stopped.patience = how.patience
+        found = {**how.defaults, **os.environ, **how.environ}
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (how.environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
-            self._start_store(store)
-            for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
+            self._start_store(how.store)
+            cores = cores_of_ranks(how.bind, len(how.ranks))
+            for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                self._starts[rank] = Start(rank, argv, own, cores, None if shown and rank not in shown else size)
-                self._start_rank(rank, DEVNULL if rank else self._open_input(stdin))
+                size = None if how.shown and rank not in how.shown else how.size
+                self._starts[rank] = Start(rank, how.argv, own, cores[local_rank], size, how.one_stream)
+                self._start_rank(rank, DEVNULL if rank else self._open_input(how.stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
-            text = f"cannot start {argv[0]}: {error.strerror}{remedy if error.filename else ''}"
-            self._link.tell("problem", text=text)
+            self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if error.filename else ''}"))
             return
-        threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
-        self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
+        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")))
         self._ending.stop_again()
 
-    def do_replace(self, rank: int, environ: dict[str, str]) -> None:
+    def replace(self, rank: int, environ: dict[str, str]) -> None:
         """Start a new process for a rank whose process has ended, as that one, with these variables and no input."""
         self._starts[rank].environ.update(environ)
         try:
             self._start_rank(rank, DEVNULL)
         except OSError as error:
-            self._link.tell("wrote", rank=rank, stream="e", data=f"cannot start a new process: {error.strerror}\n")
-            self._link.tell("ended", rank=rank, code=1, signal=None, now=time.monotonic())
+            self._link.tell(Wrote(rank, "e", f"cannot start a new process: {error.strerror}\n"))
+            self._link.tell(Ended(rank, 1, None, time.monotonic()))
 
-    def do_input(self, data: str) -> None:
+    def input(self, data: str) -> None:
         """Pass ``data`` to rank 0's standard input once the rank has room; empty ``data`` closes it."""
         if data and self._unread is not None:
             self._unread += os.fsencode(data)
@@ -172,37 +157,37 @@ class Node:
             self._unread = None
             self._close_input()
 
-    def do_resize(self, size: tuple[int, int]) -> None:
+    def resize(self, size: tuple[int, int]) -> None:
         """Change the size of the terminals, in lines and columns."""
         for descriptor in filter(os.isatty, self._streams):
             termios.tcsetwinsize(descriptor, size)
 
-    def do_news(self, **news: Any) -> None:
+    def news(self, news: dict[str, Any]) -> None:
         """Let the ranks know something."""
         os.write(self._news, f"{json.dumps(news)}\n".encode())
 
-    def do_halt(self, seconds: float) -> None:
+    def halt(self, seconds: float) -> None:
         """End the ranks. The answer comes once they have ended, and others can be started."""
         self._halt = self._question
         self._ending.end(seconds)
 
-    def do_beat(self) -> None:
+    def beat(self) -> None:
         """Answer a heartbeat."""
-        self._link.tell("beat")
+        self._link.tell(Beat())
 
-    def do_stacks(self) -> None:
+    def stacks(self) -> None:
         """Ask the ranks to write the stacks of their threads."""
         self._ending.write_stacks()
 
-    def do_ask(self, number: int) -> None:
+    def ask(self, number: int) -> None:
         """Ask each rank to stop once it handles the signal; the launcher may start the ranks again."""
         self._ending.ask(signal.Signals(number))
 
-    def do_stop(self, number: int) -> None:
+    def stop(self, number: int) -> None:
         """Ask the ranks to stop, and end everything when their time is over."""
         self._ending.stop(signal.Signals(number))
 
-    def do_end(self, seconds: float) -> None:
+    def end(self, seconds: float) -> None:
         """End the job: SIGTERM, and SIGKILL after ``seconds``."""
         self._leaves = True
         self._ending.end(seconds)
@@ -260,7 +245,7 @@ class Node:
                     break
         name = _NAMES.get(-code, f"signal {-code}") if code < 0 else None
         code = code if code >= 0 else 128 - code
-        self._link.tell("ended", rank=rank.number, code=code, signal=name, now=time.monotonic())
+        self._link.tell(Ended(rank.number, code, name, time.monotonic()))
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
@@ -268,14 +253,14 @@ class Node:
         self._store = None
         if not self._ending.has_begun and self._ranks:
             text = f"the process that hosts the ranks' store ended with exit code {code}: {said}"
-            self._link.tell("problem", text=text)
+            self._link.tell(Problem(text))
 
     def _end_store(self) -> None:
         if self._store is not None:
             self._store.kill()
             self._store.wait()
             self._store = None
-        self.do_release()
+        self.release()
 
     def _get_ready(self) -> None:
         """Forget the ended ranks, and tell the launcher that others can be started."""
@@ -284,7 +269,7 @@ class Node:
         self._news = memory_file("news")
         self._ending.reset()
         self._close_input()
-        self._link.tell("answer", question=self._halt)
+        self._link.answer(self._halt, {})
         self._halt = None
 
     # --- the event loop -----------------------------------------------------------------------------------------------
@@ -322,17 +307,19 @@ class Node:
         came = os.read(self._signals, MOST)
         for number in _REQUESTS:
             if number in came:
-                self._link.tell("asked", signal=number.name)
+                self._link.tell(Asked(number.name))
 
     def _hear(self) -> None:
-        for message in self._link.messages():
-            do, self._question = message.pop("do"), message.pop("question", None)
+        for call, question, values, named in self._link.messages():
+            self._question = question
             try:
-                answer = (ANSWERS.get(do) or getattr(self, f"do_{do}"))(**message)
+                answer = getattr(self, call)(
+                    *values, **named
+                )  # the launcher sends the names of these methods, no others
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._link.tell("answer", question=self._question, **answer)
+                self._link.answer(self._question, answer)
 
     def _lose_launcher(self, grace: float) -> None:
         self._leaves = True
@@ -364,7 +351,7 @@ class Node:
         except OSError:  # the end of a terminal
             data = b""
         if data:
-            self._link.tell("wrote", rank=rank, stream=stream, data=os.fsdecode(data))
+            self._link.tell(Wrote(rank, stream, os.fsdecode(data)))
         else:
             os.close(descriptor)
             del self._streams[descriptor]
