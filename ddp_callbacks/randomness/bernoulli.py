@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ddp_callbacks.randomness.rows import BatchDim, Rows
+from ddp_callbacks.randomness.rows import BatchDim, Rows, is_dense, order_of
 
 _MANTISSA = (1 << 53) - 1
 _CHUNK = 1 << 14  # elements drawn or passed over at once; they fit in a cache
@@ -19,11 +19,9 @@ _CHUNK = 1 << 14  # elements drawn or passed over at once; they fit in a cache
 
 def is_drawn_from_bits(part: torch.Tensor, at: BatchDim) -> bool:
     """Whether :func:`fill` draws what ``bernoulli_`` draws for this part."""
-    if part.device.type != "cpu" or not part.is_contiguous() or not _draws_one_by_one():
+    if part.device.type != "cpu" or part.numel() == 0 or not is_dense(part, order_of(part, at), at.dim):
         return False
-    if at.order is not None:
-        return list(at.order) == sorted(at.order)
-    return part.stride(at.dim) == math.prod(part.shape[at.dim + 1 :])  # also if there is one sample
+    return _draws_one_by_one()
 
 
 def fill(part: torch.Tensor, probability: float, at: BatchDim, rows: Rows, generator: torch.Generator | None) -> None:
@@ -32,21 +30,25 @@ def fill(part: torch.Tensor, probability: float, at: BatchDim, rows: Rows, gener
     Args:
         part: A tensor for which :func:`is_drawn_from_bits`.
     """
-    if math.prod(part.shape[: at.dim]) != 1:
-        bits = torch.empty(at.whole(part.shape, rows), dtype=torch.int64).random_(generator=generator)
-        part.copy_(_are_ones(at.rows_of(bits, rows), probability))
+    order = order_of(part, at)
+    outside = math.prod(part.shape[dim] for dim in order[: order.index(at.dim)])
+    runs = part.permute(order).reshape(outside, -1)  # this rank's rows, of each run of the whole batch in memory
+    own = runs.shape[1]
+    before, whole = own // rows.samples * rows.start, own // rows.samples * rows.total
+    if whole <= _CHUNK:
+        for some in runs.split(_CHUNK // whole):
+            bits = torch.empty(len(some), whole, dtype=torch.int64).random_(generator=generator)
+            _set(some, bits.narrow(1, before, own), probability)
         return
-    per_sample = part.numel() // rows.samples
-    _pass_over(rows.start * per_sample, generator)
-    flat, bits = part.view(-1), torch.empty(min(part.numel(), _CHUNK), dtype=torch.int64)
-    for start in range(0, len(flat), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        chunk.copy_(_are_ones(bits[: len(chunk)].random_(generator=generator), probability))
-    _pass_over((rows.total - rows.start - rows.samples) * per_sample, generator)
+    for run in runs:
+        _pass_over(before, generator)
+        for piece in run.split(_CHUNK):
+            _set(piece, torch.empty(len(piece), dtype=torch.int64).random_(generator=generator), probability)
+        _pass_over(whole - before - own, generator)
 
 
-def _are_ones(bits: torch.Tensor, probability: float) -> torch.Tensor:
-    return bits.bitwise_and_(_MANTISSA) < math.ceil(probability * (_MANTISSA + 1))
+def _set(part: torch.Tensor, bits: torch.Tensor, probability: float) -> None:
+    torch.lt(bits.bitwise_and_(_MANTISSA), math.ceil(probability * (_MANTISSA + 1)), out=part)
 
 
 def _pass_over(count: int, generator: torch.Generator | None) -> None:
@@ -61,5 +63,6 @@ def _draws_one_by_one() -> bool:
     drawn, same = (torch.Generator().manual_seed(7) for _ in range(2))
     expected = torch.empty(99).bernoulli_(0.3, generator=drawn)
     bits = torch.empty(99, dtype=torch.int64).random_(generator=same)
-    is_same = torch.equal(expected, _are_ones(bits, 0.3).to(expected.dtype))
-    return is_same and torch.equal(drawn.get_state(), same.get_state())
+    ones = torch.empty(99)
+    _set(ones, bits, 0.3)
+    return torch.equal(expected, ones) and torch.equal(drawn.get_state(), same.get_state())

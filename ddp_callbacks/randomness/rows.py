@@ -56,3 +56,18 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     """
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1, dim))
+
+
+def order_of(part: torch.Tensor, at: BatchDim) -> Sequence[int]:
+    """Return the order of the part's dimensions in memory, learned from earlier parts if it does not tell."""
+    return at.order if at.order is not None and len(at.order) == part.dim() else memory_order(part)
+
+
+def is_dense(part: torch.Tensor, order: Sequence[int], batch_dim: int) -> bool:
+    """Whether there are no gaps between the elements, also not between samples if there is only one."""
+    expected = 1
+    for dim in reversed(order):
+        if part.stride(dim) != expected and (part.shape[dim] != 1 or dim == batch_dim):
+            return False
+        expected *= part.shape[dim]
+    return True

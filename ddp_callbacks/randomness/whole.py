@@ -10,7 +10,7 @@ import torch
 from ddp_callbacks._torch import OpOverload
 from ddp_callbacks.randomness import bernoulli
 from ddp_callbacks.randomness.operators import base_name, written
-from ddp_callbacks.randomness.rows import BatchDim, Rows, memory_order
+from ddp_callbacks.randomness.rows import BatchDim, Rows, is_dense, order_of
 
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
@@ -64,7 +64,7 @@ def _whole_of(part: torch.Tensor, shape: Sequence[int], at: BatchDim, rows: Rows
     dim = at.dim - (len(shape) - part.dim())
     if dim < 0 or part.shape[dim] != shape[at.dim]:
         return part
-    order = at.order if at.order is not None and len(at.order) == part.dim() else memory_order(part)
+    order = order_of(part, at)
     at = BatchDim(dim, at.per_sample)
     whole = _empty_like(part, dim, at.whole(part.shape, rows), order)
     if not is_empty:
@@ -79,15 +79,6 @@ def _empty_like(part: torch.Tensor, dim: int, shape: Sequence[int], order: Seque
     A part with gaps between its elements gets gaps, because operators draw another way for those.
     """
     options: Any = {"dtype": part.dtype, "device": part.device}
-    if _is_dense(part, order, dim):
+    if is_dense(part, order, dim):
         return torch.empty_permuted(list(shape), list(order), **options)
     return torch.empty_permuted([*shape, 2], [*order, part.dim()], **options)[..., 0]
-
-
-def _is_dense(part: torch.Tensor, order: Sequence[int], batch_dim: int) -> bool:
-    expected = 1
-    for dim in reversed(order):
-        if part.stride(dim) != expected and (part.shape[dim] != 1 or dim == batch_dim):
-            return False
-        expected *= part.shape[dim]
-    return True
