@@ -37,7 +37,7 @@ PRIVATE = (
     "torch:UntypedStorage._new_shared_fd_cpu",
     "torch:UntypedStorage._share_fd_cpu_",
     "torch._C._distributed_c10d:Backend.Options._timeout",
-    "torch:_ops.OpOverload._op_dk",
+    "torch:_ops.OpOverload.__init__ uses _op_dk",
     "torch:utils._python_dispatch.TorchDispatchMode",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.cuda:_lazy_call(callable)",

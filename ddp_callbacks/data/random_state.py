@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ class RunRandomState:
 
     Attributes:
         is_fresh: Whether rank 0 has drawn nothing since it last shared its state, as far as this rank knows.
+        aside: Surrounds what draws alike while a batch is computed; see :class:`ddp_callbacks.WholeDraws`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -136,6 +137,7 @@ class RunRandomState:
         self._current = "own"  # which state is global now; its entry in _states is out of date
         self._is_one = False  # rank 0's own state equals the shared one: both advance together, as in a single process
         self.is_fresh = False
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def _rank(self) -> int:
@@ -210,7 +212,7 @@ class RunRandomState:
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
         """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
-        with self._drawing_from("in_batch" if self._current == "own" else self._current):
+        with self.aside(), self._drawing_from("in_batch" if self._current == "own" else self._current):
             yield
 
     @contextmanager

@@ -23,6 +23,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group import get_world_size
+from ddp_callbacks.randomness import Rows
 
 Weight = Callable[[Any], float | torch.Tensor]
 
@@ -118,6 +119,8 @@ class Batches:
 
     Attributes:
         share: This rank's share of the current batch.
+        rows: The rows of the whole batch that this rank computes; ``None`` if unknown, or if the batches of several
+            loaders have different ones.
         weight: The weight of this rank's loss of the current batch; 0 for a padding batch.
         total: The sum of the ranks' weights; ``None`` if unknown here. Training knows it if ``sums_weights``.
     """
@@ -125,6 +128,7 @@ class Batches:
     def __init__(self, weight: Weight | None, reduction: Reduction, sums_weights: bool) -> None:
         self._weight_of, self._reduction, self._sums_weights = weight, reduction, sums_weights
         self.share = Share(0, None)
+        self.rows: Rows | None = None
         self.weight = 0.0
         self.total: float | None = None
 
@@ -157,6 +161,7 @@ class Batches:
             size = common_size(batch)
             share = Share(1 if size is None else size, None)
         self.share, self.total = share, None
+        self.rows = share.rows if all(each.rows == share.rows for each in shares) else None
         self.weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
         if self._weight_of is None and share.total is not None:
             self.total = float(share.total)

@@ -29,6 +29,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.loss_watch import LossWatch
+from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.step_times import Part
@@ -67,6 +68,9 @@ class Run:
         self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
+        self._draws = WholeDraws(held.model)
+        self.drawing.random_state.aside = self._draws.aside
+        self._loader_idx: int | None = None  # of the last batch of an evaluation
         self._undo: Callable[[], None] | None = None  # ends a padding batch
         self._exit.callback(self.end_batch)
         self._syncs_batch_norm = False
@@ -96,7 +100,11 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
-        return {"trained": self._trained, "wants_to_stop": "stop" in self.decisions.wishes}
+        return {
+            "trained": self._trained,
+            "wants_to_stop": "stop" in self.decisions.wishes,
+            "draws": self._draws.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -105,6 +113,7 @@ class Run:
             is_own: Whether ``state`` is this rank's. If not, the buffers were merged already.
         """
         self._trained = state["trained"] if is_own else 0
+        self._draws.load_state_dict(state.get("draws", {}))
         if is_own and state["wants_to_stop"]:
             self.decisions.wishes.add("stop")
 
@@ -131,6 +140,7 @@ class Run:
             joins_steps = self._local is None or self._local.is_last_step
         else:
             joins_steps = all(isinstance(loader, ShardedLoader) for loader in self._loaders())
+            self._share_order(loaders, dataloader_idx)
         self.end_batch()  # the batch before, if a hook has skipped it
         results = _logged.results_of(self._trainer)
         if results is not None:
@@ -138,10 +148,32 @@ class Run:
         self._mark(None)
         return self.batches.is_padding
 
+    def _share_order(self, loaders: list[Any], dataloader_idx: int) -> None:
+        """At the first batch of an evaluation's loader, go on from rank 0's random state: it has drawn the order.
+
+        A collective then.
+        """
+        is_first, self._loader_idx = dataloader_idx != self._loader_idx, dataloader_idx
+        is_divided = all(isinstance(loader, ShardedLoader) for loader in loaders)
+        if is_first and is_divided and not self._trainer.predicting:
+            self.drawing.random_state.share()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Surround the step of a batch: inside, draw what one process draws for the whole batch."""
+        rows = self.batches.rows
+        if rows is None or self._local is not None:
+            yield
+            return
+        with self.drawing.random_state.computing(), self._draws.forward(rows):
+            yield
+
     def begin_padding(self, batch: Any) -> Any:
         """Begin a padding batch, and return what the step computes instead."""
         # In these steps the ranks may meet, so that this one has to compute them.
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
+        if not meets:
+            self._draws.leave_out()
         if not meets and not _logged.results_of(self._trainer).is_first:
             self._undo = skip_batch(self._trainer)
             return batch
@@ -170,7 +202,8 @@ class Run:
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
-        output = step()
+        with self.computing():
+            output = step()
         if not self._is_automatic:
             return output
         meets = _logged.results_of(self._trainer).joins_steps
@@ -205,7 +238,7 @@ class Run:
             context = self._local.backward(self.batches)
         elif self._synchronizer is not None:
             context = weighed_backward(self._synchronizer, loss, *self.batches.weight_and_total)
-        with context:
+        with context, self._draws.backward():
             yield
         if self._synchronizer is not None and self._trainer.strategy.trains_in_callbacks:
             self._synchronizer.weigh(*self.batches.weight_and_total)  # for the callbacks' own backwards
@@ -303,6 +336,7 @@ class Run:
     def _before_evaluation(self) -> None:
         """For hooks, share what the loaders have drawn, and join what was logged after the last step. A collective."""
         results = _logged.results_of_training(self._trainer)
+        self._loader_idx = None
         self.drawing.random_state.share()
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results.join()
@@ -329,6 +363,8 @@ class Run:
         else:
             results.join(ends=True)
         results.end_pass()
+        if self._trainer.training or self._trainer.state.fn != "fit":
+            self._draws.warn()
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))

@@ -61,6 +61,22 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
 
+    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._run is None else self._run.computing():
+            return getattr(super(), name)(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Like Lightning's, but the ranks draw the random numbers of one process."""
+        return self._evaluation_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Like :meth:`validation_step`."""
+        return self._evaluation_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Like :meth:`validation_step`."""
+        return self._evaluation_step("predict_step", *args, **kwargs)
+
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like Lightning's, but weigh the loss by this rank's share of the batch. Its value does not change."""
         with nullcontext() if self._run is None else self._run.backward(closure_loss):

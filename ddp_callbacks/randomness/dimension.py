@@ -1,7 +1,8 @@
 """Which dimension of what a call draws holds the batch.
 
 A shape alone may leave this open. Two batches of different sizes tell: the dimension that grows with the batch holds
-it. Until then, the first dimension that fits is taken, and if others fit as well, that is noted.
+it. Until then, the first dimension that fits is taken; if others fit as well, or its size is a multiple of the samples,
+that is noted.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class BatchDims:
         seen = self._seen.get(place)
         if seen is None:
             seen = self._seen[place] = _Seen(name(), rows.samples, shape)
-        if not seen.is_told and shape != seen.shape:
+        if not seen.is_told and (shape != seen.shape or rows.samples != seen.samples):
             _compare(seen, shape, rows.samples)
         if seen.refusal:
             raise DrawByRankError(seen.refusal)
@@ -88,7 +89,7 @@ class BatchDims:
 
 
 def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
-    """Learn from a draw of another shape than the first one's, at the same place."""
+    """Learn from a draw of another shape, or for another number of samples, than the first one at the same place."""
     if len(shape) != len(seen.shape):
         seen.refusal = f"it draws {_text(seen.shape)} in one batch, {_text(shape)} in another"
         return
@@ -97,10 +98,10 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
     if samples == seen.samples:
         if not _fitting(shape, samples):
             seen.refusal = f"it draws {_text(seen.shape)} and {_text(shape)} for {samples} samples"
-    elif len(grown) == 1:
-        wrong = seen.doubt and _guess(seen, seen.shape, seen.samples) != grown[0]
-        seen.is_told, seen.dim = True, grown[0]
-        seen.doubt = f"dimension {grown[0]} holds the batch, earlier batches drew for another" if wrong else ""
+    elif len(grown) == 1 or shape == seen.shape:
+        before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
+        found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
+        seen.doubt = "" if before == seen.dim else f"{found} holds the batch, earlier batches drew for another"
     else:
         seen.refusal = f"it draws {_text(seen.shape)} for {seen.samples} samples, {_text(shape)} for {samples}"
 
@@ -109,7 +110,7 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     fitting = _fitting(shape, samples)
     if not fitting:
         return None
-    if fitting != [0] or shape[0] != samples:
+    if len(fitting) > 1 or shape[fitting[0]] != samples:
         seen.doubt = f"of {_text(shape)} for {samples} samples, dimension {fitting[0]} was taken to hold the batch"
     return fitting[0]
 

@@ -14,9 +14,9 @@ Batches with and without gradients have a way each.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +33,10 @@ _UNSEEN = "compiled code, or code that is not Python, draws random numbers, or c
 _RECOMPUTES = (
     "torch.utils.checkpoint computes forward, and draws its random numbers, again in backward. Call backward inside of "
     "the same context as forward."
+)
+_LEFT_OUT = (
+    "this process had no sample of a batch of an evaluation, and has not drawn for it, so it drew other numbers until "
+    "the evaluation ended"
 )
 _LATE = "its first draw came late, and was the same on all processes in that batch"
 
@@ -81,8 +85,41 @@ class WholeDraws:
         Raises:
             ConfigurationError: From the end of the context: a backward outside would compute forward again.
         """
-        with nullcontext() if self._states is None else drawing_from(self._states), self._batch(rows):
+        with self.forward(rows):
             yield
+        if self._operators.waits:
+            raise ConfigurationError(_RECOMPUTES)
+
+    @contextmanager
+    def forward(self, rows: Rows | None) -> Iterator[None]:
+        """Like :meth:`batch`, for a host that calls backward elsewhere, inside of :meth:`backward`."""
+        operators = self._operators
+        is_aside, operators.is_aside = operators.is_aside, False
+        operators.recomputes = operators.waits = False
+        try:
+            with nullcontext() if self._states is None else drawing_from(self._states), self._batch(rows):
+                yield
+        finally:
+            operators.is_aside = is_aside
+
+    def backward(self) -> AbstractContextManager[object]:
+        """Surround the backward of the batch of the last :meth:`forward`."""
+        return self._operators.backward()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside a batch, surround code that draws from another random state, and draws alike on all ranks."""
+        operators = self._operators
+        before, operators.is_aside = operators.is_aside, True
+        try:
+            yield
+        finally:
+            operators.is_aside = before
+
+    def leave_out(self) -> None:
+        """Note that this rank does not compute a batch of an evaluation, although others do."""
+        if self._ways.get(False) == "whole":
+            self._by_program.add(_LEFT_OUT)
 
     def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:
@@ -99,10 +136,11 @@ class WholeDraws:
         operators.begin(rows)
         before = None if has_gradients in self._ways else states_of(default_generators())
         operators.expected = before
-        with self._calls:
-            yield
-        if operators.recomputes:
-            raise ConfigurationError(_RECOMPUTES)
+        try:
+            with self._calls:
+                yield
+        finally:
+            operators.end()
         if before is not None:
             operators.compare()
             operators.expected = None
@@ -128,6 +166,14 @@ class WholeDraws:
                 generator.set_state(state)  # ranks may have drawn unequal amounts
             with drawing_by_rank(generators, 0):
                 pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how batches draw, as plain data. Local."""
+        return {"ways": [[has_gradients, way] for has_gradients, way in self._ways.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`. Local."""
+        self._ways = dict(state.get("ways", ()))
 
     def warn(self) -> None:
         """Warn of layers whose draws may not be those of one process, once for each. Call it after some batches."""

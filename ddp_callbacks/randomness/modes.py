@@ -10,8 +10,10 @@ the function mode, which then does nothing.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -53,10 +55,11 @@ class DrawingCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._operators.is_aside:
             return func(*args, **kwargs)
         if func in _BACKWARDS:
-            return self._operators.backward(func, args, kwargs)
+            with self._operators.backward():
+                return func(*args, **kwargs)
         return self._operators.call(func, args, kwargs) if may_draw(func) else func(*args, **kwargs)
 
 
@@ -68,7 +71,9 @@ class DrawingOperators(TorchDispatchMode):
         draws: The number of draws from the default generators since the batch began.
         expected: The states of the default generators after the last draw, while changes by other code are looked for.
         is_unseen: Whether other code has changed them, as compiled code does.
+        is_aside: Whether code draws from another random state at the moment, which is not that of the batch.
         recomputes: Whether a backward will compute again what has drawn (``torch.utils.checkpoint``).
+        waits: Whether it has not done so yet.
         refusals: Why a layer draws by rank, by its name.
         dims: Which dimensions hold the batch.
     """
@@ -78,8 +83,8 @@ class DrawingOperators(TorchDispatchMode):
         self.rows = Rows(0, 0, 0)
         self.draws = 0
         self.expected: list[torch.Tensor] | None = None
-        self.is_unseen = False
-        self.recomputes = False
+        self.is_unseen = self.is_aside = False
+        self.recomputes = self.waits = False
         self.refusals: dict[str, str] = {}
         self.dims = BatchDims()
         self._module, self._rank = module, rank
@@ -87,11 +92,17 @@ class DrawingOperators(TorchDispatchMode):
         self._drawn = 0  # number of draws at this place
         self._layer: Any = None
         self._counts: dict[Hashable, int] = {}
+        self._is_again = False  # whether a backward runs in this mode
+        self._around: set[FrameType] = set()  # the frames in which the batch began
 
     def begin(self, rows: Rows) -> None:
         """Draw for a batch of which this rank has these rows."""
-        self.rows, self.draws, self.recomputes = rows, 0, False
+        self.rows, self.draws, self._around = rows, 0, set(_frames())
         self._counts.clear()
+
+    def end(self) -> None:
+        """End the batch: its frames hold the user's tensors."""
+        self._around = set()
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that may draw."""
@@ -111,8 +122,9 @@ class DrawingOperators(TorchDispatchMode):
         if args and isinstance(args[0], nn.Parameter):
             self.draws += 1
             return function(*args, **kwargs)  # not a draw for the batch
-        self._layer, stack, is_recomputed = _caller()
-        self.recomputes = self.recomputes or is_recomputed
+        self._layer, stack, is_recomputed = _caller(self._around)
+        if is_recomputed:
+            self.recomputes = self.waits = True
         self._counts[stack] = self._counts.get(stack, 0) + 1
         self._place, self._drawn = (stack, self._counts[stack]), 0
         if function is nn.functional.dropout and is_simple(*args, **kwargs):
@@ -123,14 +135,19 @@ class DrawingOperators(TorchDispatchMode):
     def _draw_bernoulli(self, mask: torch.Tensor, probability: float) -> None:
         self._draw(torch.ops.aten.bernoulli_.float, "filled", {"self": mask, "p": probability})
 
-    def backward(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function that runs a backward; a checkpointed forward draws again inside."""
-        if not self.recomputes:
-            return function(*args, **kwargs)
-        self.recomputes = False
-        self._layer, self._place, self._drawn = None, "backward", 0
-        with self:
-            return function(*args, **kwargs)
+    def backward(self) -> AbstractContextManager[object]:
+        """Surround a backward: a checkpointed forward draws again inside."""
+        self.waits = False
+        return self._again() if self.recomputes and not self._is_again else nullcontext()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        self._layer, self._place, self._drawn, self._is_again = None, "backward", 0, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_again = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,18 +192,30 @@ class DrawingOperators(TorchDispatchMode):
         return next(names, "") or type(self._module if self._layer is None else self._layer).__name__
 
 
-def _caller() -> tuple[Any, int, bool]:
-    """Return the layer that calls, a hash of all calls that led there, and whether backward will repeat them."""
-    frame: FrameType | None = sys._getframe(2)
-    layer, stack, is_recomputed = None, [], False
+def _frames() -> Iterator[FrameType]:
+    """Yield the caller's frame, its caller's and so on."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
+    """Return the layer that calls, a hash of the calls that led there, and whether backward will repeat them.
+
+    Args:
+        around: Frames at which the calls began.
+    """
+    layer, stack, is_recomputed = None, [], False
+    for frame in itertools.islice(_frames(), 2, None):
+        if frame in around:
+            break
         code = frame.f_code
         stack.append((code, frame.f_lasti))
         is_recomputed = is_recomputed or code.co_filename == _CHECKPOINTING
         if layer is None and code.co_varnames[:1] == ("self",):
             own = frame.f_locals.get("self")
             layer = own if isinstance(own, nn.Module) else None
-        frame = frame.f_back
     return layer, hash(tuple(stack)), is_recomputed
 
 

@@ -34,6 +34,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from ways import Way
 
@@ -1135,3 +1136,46 @@ def a_fit_behind_one_that_raised(strategy: Any) -> Any:
     module = Net()
     made.fit(module, train)
     return outcome(made, module)
+
+
+class Drawing(Net):
+    """Draws in its layers and in all its steps; backward computes one layer again."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.recurrent = nn.GRU(3, 8, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, bias=False, batch_first=True)
+        self.dropout = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4))
+        self.out = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.recurrent(x.view(len(x), -1, 3))[0]
+        h = h + self.attention(h, h, h)[0] * (torch.rand(len(h), 1, 1, dtype=h.dtype) > 0.2)
+        return self.out(checkpoint(self.dropout, h.mean(1) + 0.1 * torch.randn_like(h[:, 0]), use_reentrant=False))
+
+
+@scenario
+def layers_that_draw(strategy: Any) -> Any:
+    loaders = loader(45, 12, shuffle=True), loader(17, 12, 9, shuffle=True)
+    return fit(strategy, Drawing(), *loaders, val_check_interval=2, accumulate_grad_batches=2)
+
+
+class DrawsByHand(Drawing):
+    """Two losses a step, as of a generator and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+@scenario
+def steps_by_hand_that_draw(strategy: Any) -> Any:
+    return fit(strategy, DrawsByHand(), loader(45, 12, shuffle=True), loader(17, 12, 9))
