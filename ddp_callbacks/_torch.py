@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 PRIVATE = (
     "torch:_C._current_autograd_node",
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
     "torch:_C._dispatch_has_kernel_for_dispatch_key",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
@@ -101,6 +102,11 @@ def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callabl
 
 
 # --- operators that draw random numbers --------------------------------------------------------------------------
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one of ``torch.func``, as inside of ``vmap``."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 @functools.cache

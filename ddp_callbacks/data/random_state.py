@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
@@ -23,6 +24,7 @@ from ddp_callbacks.data.global_state import (
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.randomness.generators import drawing_from
 
 _DOING = "the random state"
@@ -115,10 +117,10 @@ def without_draws(what: str) -> Iterator[None]:
 
 
 class RunRandomState:
-    """The global random state during a run: distinct per rank while computing, shared inside :meth:`alike`.
+    """The global random state during a run: distinct per rank, shared inside :meth:`alike` and :meth:`computing`.
 
     Code that changes parameters at random (a hook that prunes, or reinitializes a layer) must draw the same on all
-    ranks; dropout, augmentation and loader workers must not. The shared state is rank 0's, so a hook draws what it
+    ranks; augmentation and loader workers must not. The shared state is rank 0's, so a hook draws what it
     would draw in a single process, unless rank 0's draws depend on its part of the batch. With a single process nothing
     changes.
 
@@ -127,7 +129,7 @@ class RunRandomState:
 
     Attributes:
         is_fresh: Whether rank 0 has drawn nothing since it last shared its state, as far as this rank knows.
-        aside: Surrounds what draws alike while a batch is computed; see :class:`ddp_callbacks.WholeDraws`.
+        draws: What gives the batches of the run their random numbers, if anything does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -137,7 +139,7 @@ class RunRandomState:
         self._current = "own"  # which state is global now; its entry in _states is out of date
         self._is_one = False  # rank 0's own state equals the shared one: both advance together, as in a single process
         self.is_fresh = False
-        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.draws: WholeDraws | None = None
 
     @property
     def _rank(self) -> int:
@@ -177,6 +179,19 @@ class RunRandomState:
         _set(self._states[self._current])
         self._is_one, self.is_fresh = self._rank == 0, True
 
+    def digest(self) -> int:
+        """Return a checksum of the state of :meth:`computing`. Local."""
+        return checksum_of(self._states.get("batch"))
+
+    def compare(self, digests: Sequence[int]) -> None:
+        """Note which ranks have not drawn for whole batches as rank 0 has. Local.
+
+        Args:
+            digests: Each rank's :meth:`digest`, at one moment.
+        """
+        if self.draws is not None:
+            self.draws.compare(digests)
+
     def share(self) -> None:
         """Share rank 0's state; every rank draws on from its own, outside of hooks. A collective."""
         if self.is_open and self._current == "own":
@@ -212,7 +227,8 @@ class RunRandomState:
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
         """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
-        with self.aside(), self._drawing_from("in_batch" if self._current == "own" else self._current):
+        aside = nullcontext() if self.draws is None else self.draws.aside()
+        with aside, self._drawing_from("in_batch" if self._current == "own" else self._current):
             yield
 
     @contextmanager

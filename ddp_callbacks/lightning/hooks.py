@@ -1,7 +1,9 @@
 """Decide in which hooks of a Trainer all ranks draw the same random numbers ("alike").
 
 ==========================================================  ==========================================================
-``*_step``, ``forward``, transfers of a batch                differently: they handle this rank's part of the batch
+``*_step``                                                  for the whole batch, of which each rank keeps its rows;
+                                                            see :class:`ddp_callbacks.WholeDraws`
+transfers of a batch                                        differently: they handle this rank's part of the batch
 hooks of an evaluation's batch                               differently
 hooks of a training batch that the user defines              alike: they may change parameters
 ``step`` of an optimizer that is not torch's                 alike, but its closure differently

@@ -69,7 +69,7 @@ class Run:
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._draws = WholeDraws(held.model)
-        self.drawing.random_state.aside = self._draws.aside
+        self.drawing.random_state.draws = self._draws
         self._loader_idx: int | None = None  # of the last batch of an evaluation
         self._undo: Callable[[], None] | None = None  # ends a padding batch
         self._exit.callback(self.end_batch)
@@ -172,8 +172,6 @@ class Run:
         """Begin a padding batch, and return what the step computes instead."""
         # In these steps the ranks may meet, so that this one has to compute them.
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
-        if not meets:
-            self._draws.leave_out()
         if not meets and not _logged.results_of(self._trainer).is_first:
             self._undo = skip_batch(self._trainer)
             return batch
@@ -344,8 +342,10 @@ class Run:
 
     def _at_end_of_data(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
-        (offered, *_) = results.join(ends=True, carried=[random_state.offer()])
-        random_state.accept(*offered)
+        mine = [random_state.offer(), random_state.digest()]
+        (offered, *_), digests = zip(*results.join(ends=True, carried=mine), strict=True)
+        random_state.compare(digests)
+        random_state.accept(offered)
         if self._trainer.training:
             _logged.refresh_metrics(self._trainer, results)
             self.merge_buffers()

@@ -14,7 +14,7 @@ Batches with and without gradients have a way each.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -34,9 +34,9 @@ _RECOMPUTES = (
     "torch.utils.checkpoint computes forward, and draws its random numbers, again in backward. Call backward inside of "
     "the same context as forward."
 )
-_LEFT_OUT = (
-    "this process had no sample of a batch of an evaluation, and has not drawn for it, so it drew other numbers until "
-    "the evaluation ended"
+_PARTED = (
+    "rank {} has drawn another amount than rank 0 in a pass: code draws for each sample, or depending on values, or "
+    "a rank has had no sample of a batch of an evaluation"
 )
 _LATE = "its first draw came late, and was the same on all processes in that batch"
 
@@ -116,10 +116,11 @@ class WholeDraws:
         finally:
             operators.is_aside = before
 
-    def leave_out(self) -> None:
-        """Note that this rank does not compute a batch of an evaluation, although others do."""
-        if self._ways.get(False) == "whole":
-            self._by_program.add(_LEFT_OUT)
+    def compare(self, digests: Sequence[int]) -> None:
+        """Note ranks that have drawn another amount than rank 0, as the checksums of their random states tell."""
+        apart = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        if apart and "by_rank" not in (self._always, *self._ways.values()):
+            self._by_program.add(_PARTED.format(", ".join(apart)))
 
     def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:

@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from ddp_callbacks._torch import is_transformed
+
 
 def is_simple(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Whether :func:`dropout` computes this call of ``torch.nn.functional.dropout``."""
-    return type(input) is torch.Tensor and input.device.type == "cpu" and training and 0 < p < 1 and not inplace
+    if type(input) is not torch.Tensor or input.device.type != "cpu" or is_transformed(input):
+        return False
+    return training and 0 < p < 1 and not inplace
 
 
 def dropout(

@@ -187,7 +187,7 @@ class ShardData(DistributedCallback):
         if self._draws is None:
             self._draws = WholeDraws(state[torchbearer.MODEL], self.rank)
             if self.random_state is not None:
-                self.random_state.aside = self._draws.aside
+                self.random_state.draws = self._draws
         share = state.data.get(SHARE)
         one_state = nullcontext() if self.random_state is None else self.random_state.computing()
         with one_state, self._draws.batch(None if share is None else share.rows):

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
 
@@ -97,6 +98,7 @@ STEPS: dict[str, Step] = {
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)[:, 0],
     "samples": lambda x: torch.distributions.Normal(x, 0.1).rsample() + torch.distributions.Laplace(x, 0.1).rsample(),
     "gumbel noise": lambda x: F.gumbel_softmax(x) + F.gumbel_softmax(x, hard=True),
+    "of each sample by vmap": lambda x: torch.func.vmap(F.dropout, randomness="different")(x),
     "flattened": lambda x: F.dropout(x.flatten(0, 1), 0.3).view_as(x),
     "stochastic depth": stochastic_depth,
     "views": into_a_view,
@@ -239,6 +241,39 @@ def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> No
                 draws.warn()
         if number > 1:
             torch.testing.assert_close(part, whole[:samples])
+
+
+def test_batches_of_different_sizes_tell_that_a_draw_is_not_for_the_batch() -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    constant = lambda x: torch.rand(4, dtype=x.dtype)  # noqa: E731
+    drawn(draws, constant, 4, 9)
+    found = drawn(draws, constant, 5, 9)
+    torch.manual_seed(5)
+    assert torch.equal(found, constant(found))
+    with pytest.warns(UserWarning, match="no dimension holds the batch, earlier batches drew for another"):
+        draws.warn()
+
+
+def test_ranks_that_draw_for_each_sample_are_named() -> None:
+    everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
+    step = lambda x: x + torch.stack([torch.rand(()) for _ in x])[:, None, None]  # noqa: E731
+    _, states = by_parts(step, PARTS[0], draws=iter(everyone).__next__)
+    everyone[0].compare([checksum_of(state) for state in states])
+    with pytest.warns(UserWarning, match="rank 1 has drawn another amount than rank 0"):
+        everyone[0].warn()
+
+
+def test_a_backward_elsewhere_draws_again_what_its_forward_drew() -> None:
+    layers, gradients = STEPS["dropouts"], []
+    for elsewhere in (False, True):
+        inputs, draws = batch(4).requires_grad_(), WholeDraws(nn.Identity(), 0)
+        torch.manual_seed(5)
+        with draws.forward(Rows(0, 4, 9)):
+            loss = (checkpoint(layers, inputs, use_reentrant=False) if elsewhere else layers(inputs)).pow(2).sum()
+        with draws.backward():
+            loss.backward()
+        gradients.append(inputs.grad)
+    assert torch.equal(*gradients)
 
 
 REFUSED: dict[str, tuple[Step, str]] = {
