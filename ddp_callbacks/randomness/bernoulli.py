@@ -32,7 +32,7 @@ def fill(part: torch.Tensor, probability: float, at: BatchDim, rows: Rows, gener
     """
     order = order_of(part, at)
     outside = math.prod(part.shape[dim] for dim in order[: order.index(at.dim)])
-    runs = part.permute(order).reshape(outside, -1)  # this rank's rows, of each run of the whole batch in memory
+    runs = part.permute(*order).reshape(outside, -1)  # this rank's rows, of each run of the whole batch in memory
     own = runs.shape[1]
     before, whole = own // rows.samples * rows.start, own // rows.samples * rows.total
     if whole <= _CHUNK:
