@@ -1157,7 +1157,7 @@ class Drawing(Net):
 
 @scenario
 def layers_that_draw(strategy: Any) -> Any:
-    loaders = loader(45, 12, shuffle=True), loader(17, 12, 9, shuffle=True)
+    loaders = loader(44, 12, shuffle=True), loader(17, 12, 9, shuffle=True)
     return fit(strategy, Drawing(), *loaders, val_check_interval=2, accumulate_grad_batches=2)
 
 
@@ -1178,4 +1178,4 @@ class DrawsByHand(Drawing):
 
 @scenario
 def steps_by_hand_that_draw(strategy: Any) -> Any:
-    return fit(strategy, DrawsByHand(), loader(45, 12, shuffle=True), loader(17, 12, 9))
+    return fit(strategy, DrawsByHand(), loader(44, 12, shuffle=True), loader(17, 12, 9))

@@ -988,7 +988,7 @@ class Drawing(nn.Module):
 def layers_that_draw(extra: Extra) -> Any:
     torch.manual_seed(1)
     made = trial(extra(), model=Drawing().double())
-    return train(made, DataLoader(data(45), 12, shuffle=True), DataLoader(data(17, 9), 12))
+    return train(made, DataLoader(data(44), 12, shuffle=True), DataLoader(data(17, 9), 12))
 
 
 class Augmented(TensorDataset):
