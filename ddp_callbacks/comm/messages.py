@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -102,11 +102,15 @@ class HostMessenger:
                 file.flush()
                 post = _LONG + path_of(os.getpid(), file.fileno()).encode()
             posts = self._mailbox.exchange(post, doing)
-            messages = []
-            with suppress(OSError):  # a rank has died, for which the exchange below waits in vain
+            problem: OSError | None = None
+            try:
                 messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
+            except OSError as error:  # of this rank, or another has died, for which the exchange below waits in vain
+                problem = error
             if any(post[:1] == _LONG for post in posts):
                 self._mailbox.exchange(b"", doing)  # keep the file until all have read it
+            if problem is not None:
+                raise problem
             return messages
 
 
