@@ -27,7 +27,7 @@ from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
-from ddp_callbacks.lightning.verification import verify_first_batch
+from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
@@ -168,6 +168,8 @@ class Run:
         verify, self._verify = self._verify, None
         if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
+        elif self._is_automatic and self._trainer.fit_loop.total_batch_idx == 0:
+            self.compare("training_step", arguments)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
         output = step()
@@ -180,6 +182,17 @@ class Run:
         if skipped_by is None or not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         return SKIPPED
+
+    def compare(self, step: str, arguments: Sequence[Any]) -> None:
+        """Compare what the first call of a step logs with one process, if the strategy does. A collective then.
+
+        Args:
+            arguments: Those of the step after the batch.
+        """
+        compares = self._trainer.strategy.compares
+        if step in compares and _logged.results_of(self._trainer).joins_steps:
+            compares.discard(step)
+            compare_what_is_logged(self._trainer, self._loaders(), self.batches, step, arguments)
 
     def _exchange_skips(self, skips: bool) -> list[bool]:
         """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.

@@ -33,10 +33,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     Attributes:
         resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
         recovery: Lets the Trainer continue without processes that died, if the launcher does.
+        compares: The steps of which the next call logs what is to be compared with one process.
     """
 
     resume: Fit | None = None
     recovery: Recovery | None = None
+    compares: set[str]
     _trainer: Any = None
     _is_first_call = True  # of the Trainer
     _synchronizer: GradientSynchronizer | None = None  # of a fit
@@ -60,6 +62,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Like Lightning's; what the first one logs is compared with one process. A collective then."""
+        if self._run is not None:
+            self._run.compare("validation_step", args[1:])
+        return super().validation_step(*args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like Lightning's, but weigh the loss by this rank's share of the batch. Its value does not change."""

@@ -111,6 +111,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         )
         self._sync, self._skip_batch, self.on_divergence = sync, skip_batch, on_divergence
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
+        self.compares = set() if verify is None else {"validation_step"}
+        if verify is not None and self._verify is None:  # which compares it, too
+            self.compares.add("training_step")
         self.recovery = Recovery() if is_wanted() else None
         self._met = Replacements()  # from joining the processes until teardown
         self._exit = Replacements()  # during a run
