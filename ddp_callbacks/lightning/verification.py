@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,13 +147,14 @@ def _attach(copied: Any, silent: Any, logged: dict[str, float], samples: int | N
     """Give the copy of a module its Trainer. Let it log to ``logged``, and turn off the exchanges of torchmetrics.
 
     Args:
+        logged: Gets NaN for what is no mean over the samples: it is not compared.
         samples: Of its batch; ``None`` if unknown.
     """
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         is_mean = not args and not options.keys() & _OTHER_MEANS and options.get("batch_size") in (None, samples)
-        if is_mean and isinstance(value, int | float | torch.Tensor):
-            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, int | float | torch.Tensor):
+            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value) if is_mean else math.nan
 
     def log_dict(values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():
