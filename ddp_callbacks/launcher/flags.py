@@ -103,7 +103,7 @@ NODES = (
     Flag("--rsh", _RSH, "COMMAND", type=shlex.split),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
-    Flag("--setup", "goes before each process, in bash: 'source env.sh && module load cuda'", "COMMAND", ""),
+    Flag("--setup", "runs once on each node, in bash, before Python: 'module load cuda'", "COMMAND", ""),
 )
 START = (
     Flag("-x", "a variable for every process; 'WANDB_*' for several", "NAME[=VALUE]", usual=True, repeats=True),

@@ -113,4 +113,4 @@ class Job:
 
     def words(self, node: NodePlan) -> list[str]:
         """Return the command of a rank on a node."""
-        return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
+        return [*([] if self.no_python else [node.python, "-u"]), *self.command]

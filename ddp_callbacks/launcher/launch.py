@@ -207,10 +207,10 @@ class Launch:
 
     async def reach(self, node: Connection, facts: str) -> None:
         """Log in to a node, enter its folder, and get its facts, ``all`` or those for so many processes."""
-        await node.greet(self.job.grace)
         patience = f"{self.job.heartbeat_timeout + _LATER:g}"
         given = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience}
-        await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
+        await node.greet(given | self.job.forwarded | self.job.environ, self.job.grace)
+        await node.enter(self.job.script)
         is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
         program = ("", "") if is_alone else self.job.program
         await node.look(facts, node.patience - _FIRST, program)

@@ -127,6 +127,7 @@ class Node(Answers):
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (how.environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
             self._start_store(how.store)
+            self._ending.spared = descendants()
             cores = cores_of_ranks(how.bind, len(how.ranks))
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
@@ -189,8 +190,13 @@ class Node(Answers):
 
     def end(self, seconds: float) -> None:
         """End the job: SIGTERM, and SIGKILL after ``seconds``."""
-        self._leaves = True
+        self._leave()
         self._ending.end(seconds)
+
+    def _leave(self) -> None:
+        """End with the ranks, and end what ``--setup`` has left."""
+        self._leaves = True
+        self._ending.spared &= {self._store.pid if self._store else 0}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +208,6 @@ class Node(Answers):
         self._store = start(
             words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
         )
-        self._ending.spared = {self._store.pid}
 
     def _open_input(self, inherited: int | None) -> int:
         """Return what rank 0 reads as its standard input."""
@@ -322,7 +327,7 @@ class Node(Answers):
                 self._link.answer(self._question, answer)
 
     def _lose_launcher(self, grace: float) -> None:
-        self._leaves = True
+        self._leave()
         if self._ending.grace is None:
             self._ending.end(grace)
         else:
