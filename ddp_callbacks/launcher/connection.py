@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -227,8 +228,10 @@ class Connection(asyncio.SubprocessProtocol):
         words = [plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program]
         said = await self.ask(None, Node.output, words, seconds)
         if said["code"]:
-            error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
-            raise NodeProblem(f"needs Python 3.11 or newer: {error or 'exit code ' + str(said['code'])}")
+            lines = os.fsencode(said["err"]).decode(errors="replace").strip().splitlines()
+            errors = [line for line in lines if "Error" in line] or lines or [f"exit code {said['code']}"]
+            needs = "It must be 3.11 or newer, and find its own modules: PYTHONHOME and PYTHONPATH may name others"
+            raise NodeProblem(f"{plan.python} does not start: {errors[-1]}. {needs}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # sitecustomize may print
         self.address = next(iter(self.addresses([])), "127.0.0.1")
 
@@ -281,8 +284,10 @@ class Connection(asyncio.SubprocessProtocol):
             self._kill()
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        # Not by the transport, which may collect the exit code before the event loop can.
+        if self._process.get_returncode() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.get_pid(), signal.SIGKILL)
 
     async def explain_end(self) -> str:
         """Explain why the connection ended, from the messages of ssh or the shell there."""

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import Launch, ask_all
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.requests import new_folder
 from ddp_callbacks.launcher.same import differences, remedy
 from ddp_callbacks.launcher.watch import Watch
 
@@ -84,7 +87,7 @@ async def _examine(job: Job) -> list[Finding]:
     seconds = LIMIT + (_SETUP if job.setup else 0.0)
     limit = f"the limit of {seconds:g} s for all checks"
     launch = Launch(job.changed(**once, heartbeat_timeout=_PATIENCE), seconds + GRACE, limit, _ANSWER_TIMEOUT)
-    findings: list[Finding] = []
+    findings = [_logs(job.log_dir)]
     async with launch:
         try:
             await _look(launch, findings)
@@ -98,6 +101,19 @@ async def _examine(job: Job) -> list[Finding]:
             findings.append(_found("", "all-reduce", "failed", f"stopped by {launch.stopped_by}"))
     names = [plan.name for plan in job.nodes]
     return sorted(findings, key=lambda finding: [*names, finding.node].index(finding.node))
+
+
+def _logs(log_dir: str) -> Finding:
+    """Check that the logs can be written; leave nothing behind."""
+    is_there = os.path.exists(log_dir)
+    try:
+        folder = new_folder(log_dir)
+    except ConfigurationError as problem:
+        return _found("", "logs", "failed", str(problem))
+    rmtree(folder)
+    if not is_there:
+        folder.parent.rmdir()
+    return _found("", "logs", log_dir)
 
 
 async def _look(launch: Launch, findings: list[Finding]) -> None:

@@ -131,7 +131,7 @@ TORCHRUN = (
     Flag("--max-restarts", "restart all up to this many times after a failure", "N", 0, _COUNT, usual=True),
     Flag("--monitor-interval", "has no effect: ddprun notices every end at once", "SECONDS", 0.1, float),
     Flag("--shutdown-timeout", f"from SIGTERM to SIGKILL (default: {GRACE:g})", "SECONDS", GRACE, _POSITIVE),
-    Flag("--standalone", "has no effect: without nodes, ddprun runs on this machine only"),
+    Flag("--standalone", "on this machine only, also in a Slurm, PBS or LSF job"),
     Flag("--module -m", "run SCRIPT as a module, like python -m", usual=True),
     Flag("--no-python", "run SCRIPT as a program, without Python"),
     Flag(

@@ -49,6 +49,7 @@ class Job:
     shutdown_timeout: float
     module: bool
     no_python: bool
+    standalone: bool
     log_dir: str
     tee: str
     role: str

@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.node.processes import StartRanks
 from ddp_callbacks.launcher.node.program import Node
-from ddp_callbacks.launcher.node.reports import Request, Stacks, Stopped
+from ddp_callbacks.launcher.node.reports import Request, Says, Stacks
 from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import starts
 from ddp_callbacks.launcher.same import differences
@@ -36,6 +36,7 @@ _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
 _ANYWAY = "Or start all the same: --unchecked"
+_CTRL_Z = "Ctrl-Z stops no job: its nodes would miss ddprun, and end it. It goes on; Ctrl-C ends it"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -95,10 +96,11 @@ class Launch:
         await asyncio.gather(*(node.close(self.job.force + _CUT) for node in self.nodes))
 
     def _take_signals(self) -> None:
-        """Take signals until the end of the event loop. Ctrl-Z has no effect.
+        """Take signals until the end of the event loop.
 
-        Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats. SIGQUIT,
-        which Ctrl-\\ sends, asks for the stacks, also in the background of a shell, which ignores it.
+        Signals that are already ignored stay ignored (nohup). Ctrl-Z has no effect, as a stopped launcher could not
+        send heartbeats. SIGQUIT, which Ctrl-\\ sends, asks for the stacks, also in the background of a shell, which
+        ignores it.
         """
         loop = asyncio.get_running_loop()
         for number in _STOPS:
@@ -106,7 +108,7 @@ class Launch:
                 loop.add_signal_handler(number, self._take_signal, number)
         loop.add_signal_handler(signal.SIGQUIT, self.take_request)
         loop.add_signal_handler(signal.SIGWINCH, self._resize)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        loop.add_signal_handler(signal.SIGTSTP, self.nodes[0].put, Says(_CTRL_Z))
 
     def _take_signal(self, number: signal.Signals) -> None:
         if self._ending is None:
@@ -302,8 +304,10 @@ class Launch:
             self._news[kind] = self._news.get(kind, {}) | values
         self._tell_all(Node.news, news)
 
-    async def pass_on_input(self) -> None:
+    async def pass_on_input(self, note_line: Callable[[], None]) -> None:
         """Send what is typed at a terminal to rank 0, so that ``input()`` and a breakpoint work there.
+
+        Calls ``note_line`` when a line is typed.
 
         Any other input may hold the next lines of a shell's loop around ``ddprun``, so nothing is read ahead: rank 0
         inherits it on this machine, and finds it empty on another.
@@ -311,6 +315,8 @@ class Launch:
         data = b"-"
         while data:
             data = await next_input()
+            if data.endswith(b"\n"):
+                note_line()
             self.nodes[0].tell(Node.input, os.fsdecode(data))
 
     async def next_event(self) -> Event | None:
@@ -352,7 +358,8 @@ class Launch:
             self._preparing.cancel()
         else:
             self._tell_all(Node.stop, number if number in (signal.SIGUSR1, signal.SIGINT) else signal.SIGTERM)
-            self.nodes[0].put(Stopped())
+            if reason and self.job.grace is not None:
+                self.nodes[0].put(Says(f"{reason}: asking all processes to stop within {self.job.grace:g} s"))
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""

@@ -37,8 +37,8 @@ FIRST_LINE = (
     b'IFS= read -r c; c=$(printf "%bx" "$c"); eval "${c%x}"\n'
 )
 _READ = "import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"  # what the interpreter does first
-# A login shell, which knows ``module``; some profiles leave the working directory. What the setup prints, or leaves in the
-# background, gets no part of the messages.
+# A login shell, which knows ``module``; some profiles leave the working directory. What the setup prints or leaves in
+# the background gets no part of the messages.
 _SETUP = 'cd "$1" 2>/dev/null; eval "$2" >&2 3<&- && shift 2 && exec "$@" <&3 3<&-'
 # Becomes the parent of all that the setup leaves, see :func:`ddp_callbacks.launcher.node.processes.adopt_orphans`.
 _ADOPT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -61,13 +61,13 @@ def opening(plan: NodePlan, environ: Mapping[str, str] = MappingProxyType({})) -
     if plan.setup:
         exports |= environ
         start = _after_setup(plan, words)
-    export = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items())
+    export = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items() if name.isidentifier())
     command, program = os.fsencode(export + start), _program()
     return b"%s\n%d\n%s" % ("".join(f"\\0{byte:03o}" for byte in command).encode(), len(program), program)
 
 
 def _after_setup(plan: NodePlan, words: list[str]) -> str:
-    """Return a command that runs the setup, which reads nothing, and then these words as the parent of all it leaves."""
+    """Return a command that runs the setup, which reads nothing, and then these words, the parent of all it leaves."""
     setup = shlex.join(["bash", "-lc", _SETUP, "bash", plan.cwd, plan.setup, *words])
     adopt = shlex.join(["-I", UTF8, "-c", _ADOPT])
     finds = f'for p in {shlex.quote(plan.python)} python3; do "$p" -I -c "import ctypes" </dev/null >/dev/null 2>&1'
@@ -121,6 +121,7 @@ _SSH_SAYS = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed. If you expected that, remove "
     "the old key (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
     "Host key verification failed": "its host key is unknown. Check and accept it: ssh {host} true",
+    "are too open": "ssh does not use your key: {said} Let nobody else read it (chmod 600)",
     "Permission denied": "login refused ({said}). This must work without a password: ssh {host} true. "
     "Try ssh-copy-id {host}, or ssh-add",
     "Could not resolve hostname": "unknown host ({said}). Check the name, or add it to ~/.ssh/config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -136,7 +137,8 @@ class Node(Answers):
                 self._start_rank(rank, DEVNULL if rank else self._open_input(how.stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
-            self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if error.filename else ''}"))
+            is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+            self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
             return
         self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")))
         self._ending.stop_again()
