@@ -19,7 +19,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
-from ddp_callbacks.launcher.launch import Launch, ask_all
+from ddp_callbacks.launcher.launch import CannotStart, Launch, ask_all, refuse_machines_named_twice
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.requests import new_folder
@@ -134,6 +134,10 @@ async def _look(launch: Launch, findings: list[Finding]) -> None:
     unknown = await ask_all(reach, launch.nodes)
     known = [node for node in launch.nodes if node not in unknown]
     findings += judge({node.plan: node.place for node in known})
+    try:
+        refuse_machines_named_twice(known)
+    except CannotStart as problem:
+        findings.append(_found("", "machines", "failed", str(problem).rstrip(".")))
     if len(known) > 1 or not unknown:
         problems = await launch.try_to_meet(known)
         for node in known:

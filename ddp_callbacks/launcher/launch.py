@@ -156,7 +156,7 @@ class Launch:
             say(f"continuing without {node.plan.name}: {problem}.")
             await node.close(0)
         self.nodes = reached
-        _refuse_machines_named_twice(reached)
+        refuse_machines_named_twice(reached)
         self._refuse_ranks_that_are_not_there(sum(node.place["processes"] for node in reached))
 
     def _refuse_ranks_that_are_not_there(self, count: int) -> None:
@@ -186,7 +186,7 @@ class Launch:
             first, *others = [node for node in self.nodes if node.is_open]
             if problems := await self._find_problems(nodes, first):
                 raise CannotStart(_lines(problems))
-            _refuse_machines_named_twice([first, *others, *nodes])
+            refuse_machines_named_twice([first, *others, *nodes])
             if first.place["interface"] == "lo":
                 here = f"the processes of this job meet at an address that only {first.plan.name} has"
                 raise CannotStart(f"{here}. Start it with --master-addr, an address that the other nodes can reach.")
@@ -390,7 +390,8 @@ async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProble
     return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
 
 
-def _refuse_machines_named_twice(nodes: list[Connection]) -> None:
+def refuse_machines_named_twice(nodes: list[Connection]) -> None:
+    """Raise CannotStart if two of these nodes are the same machine."""
     first: dict[str, Connection] = {}
     for node in nodes:
         other = first.setdefault(str(node.hello["machine"]), node)

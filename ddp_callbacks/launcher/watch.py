@@ -395,7 +395,7 @@ class Watch:
         return self._conclude_failure()
 
     def _is_preempted(self) -> bool:
-        """Whether no node was lost, and all ranks were preempted; once the job was asked to stop, others may be done."""
+        """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
         codes = {rank.code for rank in self._ends_of_members()}
         may_be_done = {0} if self._launch.stopped_by else set[int]()
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED} | may_be_done
@@ -427,10 +427,9 @@ class Watch:
 
     def _conclude_success(self) -> int:
         if some := [str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED]:
-            says = (
-                f"{', '.join(some)} exited with code {EXIT_PREEMPTED}, and the others with 0, though nobody had asked"
+            self._output.note(
+                f"{', '.join(some)} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked"
             )
-            self._output.note(f"{says}: whether a checkpoint is written is unknown")
             return 1
         if summary := self._members.summary():
             self._output.note(f"done, with {summary}")

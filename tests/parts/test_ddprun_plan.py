@@ -288,6 +288,12 @@ def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path, monkeypa
         assert said == b"/it's here\n"
 
 
+def test_a_key_that_others_may_read_is_told_in_ssh_s_words() -> None:
+    said = ["Permissions 0644 for '/me/key' are too open.", "me@h: Permission denied (publickey)."]
+    says = "ssh does not use your key: Permissions 0644 for '/me/key' are too open. Let nobody else read it (chmod 600)"
+    assert remote.explain(NodePlan("h"), 255, said) == says
+
+
 @pytest.mark.parametrize(
     "name", ["WANDB_API_KEY", "HF_TOKEN", "GH_PAT", "MYSQL_PWD", "LIGHTNING_API_KEY", "DATABASE_URL", "PL_SECRET"]
 )
