@@ -426,10 +426,8 @@ class Watch:
         return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_success(self) -> int:
-        if some := [str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED]:
-            self._output.note(
-                f"{', '.join(some)} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked"
-            )
+        if some := ", ".join(str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED):
+            self._output.note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
             return 1
         if summary := self._members.summary():
             self._output.note(f"done, with {summary}")
