@@ -52,16 +52,12 @@ def opening(plan: NodePlan, environ: Mapping[str, str] = MappingProxyType({})) -
     """Return what follows :data:`FIRST_LINE`: how to start the interpreter (a path, or a name in PATH), the program.
 
     Args:
-        environ: Variables for the setup.
+        environ: Variables for the setup; LD_LIBRARY_PATH for the interpreter, too.
     """
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # of the interpreter itself
-    exports = {"LD_LIBRARY_PATH": libraries} if libraries else {}
     words = [plan.python, "-I", UTF8, "-c", _READ]
-    start = f"exec {shlex.join(words)}"
-    if plan.setup:
-        exports |= environ
-        start = _after_setup(plan, words)
-    export = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items() if name.isidentifier())
+    start = _after_setup(plan, words) if plan.setup else f"exec {shlex.join(words)}"
+    needed = [name for name in environ if name.isidentifier() and (plan.setup or name == "LD_LIBRARY_PATH")]
+    export = "".join(f"export {name}={shlex.quote(environ[name])}; " for name in needed)
     command, program = os.fsencode(export + start), _program()
     return b"%s\n%d\n%s" % ("".join(f"\\0{byte:03o}" for byte in command).encode(), len(program), program)
 

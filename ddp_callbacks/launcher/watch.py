@@ -143,12 +143,9 @@ class Watch:
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
+        again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        await self._note(f"{name}: {which}, {each}{where}{self._which_start()}")
-
-    def _which_start(self) -> str:
-        number = self._launch.restarts
-        return f", restart {number} of {self._job.max_restarts}" if number else ""
+        await self._note(f"{name}: {which}, {each}{where}{again}")
 
     async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
