@@ -225,7 +225,7 @@ class Connection(asyncio.SubprocessProtocol):
     async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
         plan, text = self.plan, Path(facts.__file__).read_text()
-        words = [plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program]
+        words = [plan.python, UTF8, "-P", "-c", text, which, plan.processes, str(plan.cores or 0), *program]
         said = await self.ask(None, Node.output, words, seconds)
         if said["code"]:
             lines = os.fsencode(said["err"]).decode(errors="replace").strip().splitlines()

@@ -208,7 +208,7 @@ class Launch:
         return problems
 
     async def reach(self, node: Connection, facts: str) -> None:
-        """Log in to a node, enter its folder, and get its facts, ``all`` or those for so many processes."""
+        """Log in to a node, enter its folder, and get its facts, ``all`` or those for a ``start``."""
         patience = f"{self.job.heartbeat_timeout + _LATER:g}"
         given = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience}
         await node.greet(given | self.job.forwarded | self.job.environ, self.job.grace)
@@ -218,15 +218,11 @@ class Launch:
         await node.look(facts, node.patience - _FIRST, program)
 
     async def _check(self, node: Connection) -> None:
-        await self.reach(node, node.plan.processes)
+        await self.reach(node, "start")
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
-        count, cores = node.place["processes"], node.place["cores"]
-        if not count:
-            raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
-        if count > (most := max(_MANY, cores * _PER_CORE)):
-            raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
+        refuse_number_of_processes(node)
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it, and each node reach each other one.
@@ -388,6 +384,15 @@ async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProble
     for node in others:
         node.tell(Node.release)
     return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
+
+
+def refuse_number_of_processes(node: Connection) -> None:
+    """Raise NodeProblem if a node cannot have as many processes as the job has there."""
+    count, cores = node.place["processes"], node.place["cores"]
+    if not count:
+        raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
+    if count > (most := max(_MANY, cores * _PER_CORE)):
+        raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
 
 
 def refuse_machines_named_twice(nodes: list[Connection]) -> None:

@@ -68,6 +68,12 @@ UNDERSTOOD = [
     (f"ulimit -f 0; {ONE} train.py", 1, "rank 0 of 1 []", "rank-0.log is not complete: File too large\n"),
     (f"ulimit -n 20; {TWO} train.py", 1, "", "/python: Too many open files\n"),
     ("ddprun doctor --log-dir /proc/x train.py", 1, "\nFAIL logs: cannot write in /proc/x: ", ""),
+    (
+        "ddprun doctor -H localhost:9999 train.py",
+        1,
+        "\nFAIL localhost, processes: 9999 processes are too many for ",
+        "",
+    ),
     ("ddprun doctor -H localhost,127.0.0.1 train.py", 1, "\nFAIL machines: localhost and 127.0.0.1 are the same ", ""),
     (f"{ONE} exits.py 3", 3, "", "failed with exit code 3: "),
     (f"{ONE} exits.py 75", 75, "", ""),
