@@ -21,8 +21,10 @@ def main() -> None:
     # A closed stream is None.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
-        code = _main(sys.argv[1:])
-        sys.stdout.flush()
+        try:
+            code = _main(sys.argv[1:])
+        finally:  # also after --help
+            sys.stdout.flush()
         sys.exit(code)
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.

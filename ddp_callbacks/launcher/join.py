@@ -40,7 +40,7 @@ def join(argv: list[str]) -> int:
         ConfigurationError: There is no such job here, it does not answer, or a host is invalid.
     """
     parser = ArgumentParser(prog="ddprun join", description="Let more nodes take part in a running job (--keep-going).")
-    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    parser.add_argument("job", nargs="?", help="its logs, or the --log-dir with them (default: ddprun-logs)")
     parser.add_argument("-H", "--hosts", required=True, metavar="HOST[:SLOTS],...", help="the nodes, named as for ssh")
     options = parser.parse_args(argv)
     parse_hosts(options.hosts)

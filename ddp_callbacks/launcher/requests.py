@@ -18,14 +18,22 @@ RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the
 _LOOK = 0.25  # seconds between two looks for a request
 
 
-def new_folder(parent: Path) -> Path:
+def new_folder(log_dir: str) -> Path:
     """Create the folder of this job's logs, which only this user may read.
 
     Its name ends with nanoseconds: in containers, jobs of the same second often have the same process id, too.
+
+    Raises:
+        ConfigurationError: It cannot be written there.
     """
+    parent = Path(log_dir).absolute()
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
-    folder.mkdir(parents=True, mode=0o700)
-    (folder / RUNS).touch()
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / RUNS).touch()
+    except OSError as error:
+        remedy = "Choose another place with --log-dir."
+        raise ConfigurationError(f"cannot write in {parent}: {error.strerror}. {remedy}") from None
     return folder
 
 
@@ -94,7 +102,8 @@ def write_answer(path: Path, text: str) -> None:
 
 
 def _folder(job: str | None) -> Path:
-    found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
+    parent = Path(job or "ddprun-logs")
+    found = sorted(parent.glob("*-*-*")) or ([] if job is None else [parent])
     if not found or not found[-1].is_dir():
         raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
     return found[-1].resolve()

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from contextlib import closing, suppress
-from pathlib import Path
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
@@ -62,7 +61,7 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             await launch.connect(_say)
             await launch.meet(launch.nodes)
             terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-            output = _output(job, terminal)
+            output = Output(new_folder(job.log_dir), job.shown, not job.no_prefix, terminal)
         except CannotStart as error:
             for problem in str(error).splitlines():
                 _say(problem)
@@ -72,24 +71,16 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
         taken = take_requests(output.folder, launch.take_request)
-        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
+        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(output.begin_lines), taken)]
         with closing(output):
             code = await Watch(launch, output).run()
         for reader in readers:
             reader.cancel()
         if terminal.problem:
             _say(f"{terminal.problem}; {output.describe_place(None)}")
-        return launch, code or int(bool(terminal.problem))
-
-
-def _output(job: Job, terminal: Terminal) -> Output:
-    parent = Path(job.log_dir).absolute()
-    try:
-        return Output(new_folder(parent), job.shown, not job.no_prefix, terminal)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot write in {parent}: {error.strerror}. Choose another place with --log-dir."
-        ) from None
+        if output.problem:
+            _say(output.problem)
+        return launch, code or int(bool(terminal.problem or output.problem))
 
 
 def _say(text: str) -> None:

@@ -27,9 +27,9 @@ from ddp_callbacks.launcher.node.reports import (
     Problem,
     Report,
     Request,
+    Says,
     Stacks,
     Started,
-    Stopped,
     Wrote,
 )
 from ddp_callbacks.launcher.output import Output
@@ -102,8 +102,8 @@ class Watch:
             case Stacks():
                 running = [end for end in self._ends_of_members() if end.code is None]
                 await asyncio.to_thread(self._output.note_stacks, self._where(running))
-            case Stopped() if self._job.grace is not None and (by := self._launch.stopped_by):
-                await self._note(f"{by}: asking all processes to stop within {self._job.grace:g} s")
+            case Says(text):
+                await self._note(text)
 
     async def _take_output(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
@@ -143,12 +143,9 @@ class Watch:
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
+        again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        await self._note(f"{name}: {which}, {each}{where}{self._which_start()}")
-
-    def _which_start(self) -> str:
-        number = self._launch.restarts
-        return f", restart {number} of {self._job.max_restarts}" if number else ""
+        await self._note(f"{name}: {which}, {each}{where}{again}")
 
     async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
@@ -186,8 +183,9 @@ class Watch:
         if kept and not self._told_kept:
             self._told_kept = True
             first = min(kept, key=lambda end: (end.follows, end.over_since))
-            why = "a thread or child process of its own keeps it running"
-            await self._note(f"{first} has failed, but {why}: {first.told}. ddprun waits {patience:g} s for it")
+            why = (first.told or "").rstrip(".")
+            ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
+            await self._note(f"{first} has failed, but still runs: {why}. {ends}")
         late = [end for end in kept if now - end.over_since >= _SOON + patience]
         for end in late:
             end.fail()
@@ -394,9 +392,10 @@ class Watch:
         return self._conclude_failure()
 
     def _is_preempted(self) -> bool:
-        """Whether no node was lost, and all ranks were preempted or exited with code 0, at least one preempted."""
+        """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
         codes = {rank.code for rank in self._ends_of_members()}
-        return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
+        may_be_done = {0} if self._launch.stopped_by else set[int]()
+        return not self._lost and EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED} | may_be_done
 
     def _has_failed(self) -> bool:
         """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
@@ -424,6 +423,9 @@ class Watch:
         return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_success(self) -> int:
+        if some := ", ".join(str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED):
+            self._output.note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
+            return 1
         if summary := self._members.summary():
             self._output.note(f"done, with {summary}")
         return 0

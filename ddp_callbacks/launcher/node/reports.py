@@ -72,9 +72,11 @@ class Stacks(NamedTuple):
     """The ranks have had time to write their stacks."""
 
 
-class Stopped(NamedTuple):
-    """The job was asked to stop."""
+class Says(NamedTuple):
+    """A line to print."""
+
+    text: str
 
 
-Report: TypeAlias = Wrote | Started | Ended | Asked | Problem | Beat | Done | Closed | Request | Stacks | Stopped
+Report: TypeAlias = Wrote | Started | Ended | Asked | Problem | Beat | Done | Closed | Request | Stacks | Says
 KINDS = {kind.__name__: kind for kind in (Wrote, Started, Ended, Asked, Problem, Done)}
