@@ -12,7 +12,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import describe
-from ddp_callbacks.launcher.stacks import ask_for_stacks
+from ddp_callbacks.reporting.stacks import ask_for_stacks
 from ddp_callbacks.schedulers import is_shell_of_step, unknown_launcher
 
 

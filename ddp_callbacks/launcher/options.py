@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import NoReturn
 
 from ddp_callbacks.auto import AUTO, INDEPENDENT
-from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks.environment import KEEP_GOING, NO_REPORT
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
@@ -127,7 +127,7 @@ def parse_options(
     _refuse_contradictions(job, environ)
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
-    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
+    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going, NO_REPORT: job.no_report}
     switches = [f"{name}=1" for name, is_on in choices.items() if is_on]
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.

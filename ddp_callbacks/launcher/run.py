@@ -16,8 +16,10 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.page import write
+from ddp_callbacks.reporting.requests import new_folder, take_requests
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
 
@@ -73,8 +75,11 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
         launch.start(launch.nodes)
         taken = take_requests(output.folder, launch.take_request)
         readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
+        report = Collector(job.command)
         with closing(output):
-            code = await Watch(launch, output).run()
+            code = await Watch(launch, output, report).run()
+            if line := await asyncio.to_thread(write, report.data(), output.folder):
+                output.note(line)
         for reader in readers:
             reader.cancel()
         if terminal.problem:

@@ -21,7 +21,7 @@ GAIN = BENCHMARKS / "gain"
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_drawing_is_what_the_code_draws(name: str) -> None:
-    """Drawings and tables match their data."""
+    """Figures match their data."""
     drawn = DRAWINGS[name]()
     assert (STATIC / f"{name}.svg").read_text() == drawn, "draw it again: python docs/_static/drawings.py"
     assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
@@ -58,7 +58,6 @@ def test_the_figure_of_step_times_shows_its_table() -> None:
 
 @pytest.mark.parametrize("name", ["cost", "local_sgd", "recovery", "step_time"])
 def test_a_benchmark_draws_only_where_it_is_told(name: str) -> None:
-    """A benchmark overwrites no figure of a page unasked."""
     text = (BENCHMARKS / name / "main.py").read_text()
     assert re.search(r"""add_argument\("--plot", type=Path, help=""", text)
     assert not re.search(r"""with_name\(\S*\.png""", text)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder
+from ddp_callbacks.reporting.requests import new_folder
 
 
 class Shown(Terminal):
