@@ -35,6 +35,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
+  ddprun status                                   show what each rank of a running job does, and how fast
   ddprun stacks                                   show where each rank of a running job is
   ddprun join -H node3:4                          let a node take part in a running job"""
 _ABOUT_DOCTOR = """\

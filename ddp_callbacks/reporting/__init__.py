@@ -10,5 +10,5 @@
         page         report.html, which needs no network
     commands that ask a running job, by its folder of logs
         requests     through files there
-        stacks       where the ranks are
+        stacks       where the ranks are; status: a table of what they do
 """

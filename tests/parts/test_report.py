@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
+from ddp_callbacks.reporting.requests import new_folder, take_requests
+from ddp_callbacks.reporting.status import show_status, table
 
 EVEN = dict.fromkeys(PARTS, 0.0) | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
@@ -155,6 +160,33 @@ def test_the_samples_of_a_long_job_stay_few() -> None:
         collector.hear("a", 0, "r", said(1, step))
     samples = collector.data()["ranks"][0]["samples"]
     assert len(samples) <= 400 and samples[-1][1] == 4999
+
+
+@pytest.mark.parametrize("flags", ["--once", "--json"])
+def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, collector = new_folder(tmp_path), Collector(["train.py"])
+    for rank in (0, 1):
+        collector.hear("a", rank, "r", said(rank, 20, epoch=3))
+        collector.hear("a", rank, "o", b"loss 0.5\nloss 0.25\n")
+
+    async def ask() -> None:
+        answers = asyncio.create_task(take_requests(folder, partial(take_request, None, collector, folder)))
+        assert await asyncio.to_thread(show_status, [str(folder), flags]) == 0
+        answers.cancel()
+
+    asyncio.run(ask())
+    text = capsys.readouterr().out
+    if flags == "--json":
+        assert [rank["steps"] for rank in json.loads(text)["ranks"]] == [20, 20]
+        return
+    title, head, *rows = text.splitlines()
+    assert title.startswith("train.py: for ") and head.split()[:4] == ["node", "rank", "epoch", "step"]
+    assert [row.split()[:4] for row in rows] == [["a", "0", "3", "20"], ["a", "1", "3", "20"]]
+    assert all(re.search(r" 17 % +0.0 GB +\d+ s ago  loss 0.25$", row) for row in rows), rows
+
+
+def test_a_job_in_which_no_rank_trains_says_so() -> None:
+    assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train")
 
 
 @pytest.fixture
