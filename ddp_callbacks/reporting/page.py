@@ -29,6 +29,7 @@ _MEANING = (
     "checkpoints. All exchange for as long as the process waits that waits least; what others wait longer, they wait "
     "for slower ones."
 )
+_MARKS = "Grey: an epoch begins. Green: a validation begins. Orange: see below."
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --text: #24292f; --faint: #667; --rule: #d8dce2; --line: #2f66b0;
   --p0: #4a90d9; --p1: #d9822b; --p2: #1fa29a; --p3: #c0504d; --p4: #9a6fc4; --p5: #6a9e3f; }
@@ -39,14 +40,14 @@ body { background: var(--paper); color: var(--text); font: 15px/1.5 system-ui, s
   max-width: 60rem; padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.3rem; margin: 0 0 .2rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; }
 p { margin: .3rem 0; } .faint { color: var(--faint); font-size: .87rem; } .lead { font-size: 1.08rem; }
-.rank { display: grid; grid-template-columns: 9rem 1fr; gap: .6rem; align-items: center; margin: .25rem 0; }
+.rank { display: grid; grid-template-columns: 11rem 1fr; gap: .6rem; align-items: center; margin: .25rem 0; }
 .bar { display: flex; height: 1.3rem; border-radius: 3px; overflow: hidden; background: var(--rule); }
 .bar i { display: block; } .key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin: .5rem 0; }
 .key span::before { content: ""; display: inline-block; width: .8em; height: .8em; border-radius: 2px;
   margin-right: .4em; background: var(--c); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; } td, th { text-align: right; padding: .15rem .6rem;
-  border-bottom: 1px solid var(--rule); } td { white-space: nowrap; } th { font-weight: normal; color: var(--faint);
-  vertical-align: bottom; } td:first-child, th:first-child { text-align: left;
+  border-bottom: 1px solid var(--rule); } td { white-space: nowrap; } th { overflow-wrap: normal; font-weight: normal;
+  color: var(--faint);  vertical-align: bottom; } td:first-child, th:first-child { text-align: left;
   padding-left: 0; } .left td { text-align: left; vertical-align: top; } .left td + td { white-space: normal; }
 svg { display: block; width: 100%; height: 11rem; border-bottom: 1px solid var(--faint); border-left: 1px solid
   var(--faint); } .axis { display: flex; justify-content: space-between; } ol, ul { padding-left: 1.3rem; }
@@ -62,8 +63,8 @@ def render(data: Mapping[str, Any]) -> str:
         f"<h1>{command}</h1><p class=faint>ddprun, {data['date']}, {in_words(data['seconds'])}</p>",
         f"<p class=lead>{lead}.</p>",
         *_section("Where the time went", _bars(data)),
-        *_section("Steps per second", _chart(data)),
         *_section("What to try next", _list(advice(data), "ol")),
+        *_section("Steps per second", _chart(data)),
         *_section("Numbers", _numbers(data)),
         *_section("Settings and versions", _table(_settings(data), "left")),
     ]
@@ -121,13 +122,13 @@ def _chart(data: Mapping[str, Any]) -> Iterator[str]:
         return
     begin, end, most = samples[0][0], samples[-1][0], max(rate for _, rate in rates) or 1.0
     points = " ".join(f"{_across(when, begin, end)},{200 - 190 * rate / most:.1f}" for when, rate in rates)
-    yield f"<p class=faint>of {name_of(data, 0)}, at most {most:.3g}; each mark is an event below</p>"
+    yield f"<p class=faint>of {name_of(data, 0)}, at most {most:.3g}. {_MARKS}</p>"
     marks = "".join(_mark(_across(when, begin, end), kind) for when, kind, _ in _thinned(data["events"]))
     style = "fill='none' stroke='var(--line)' stroke-width='2' vector-effect='non-scaling-stroke'"
     course = f"{marks}<polyline points='{points}' {style}/>"
     yield f"<svg viewBox='0 0 1000 200' preserveAspectRatio='none' role='img'>{course}</svg>"
     yield f"<div class='axis faint'><span>{in_words(begin)}</span><span>{in_words(end)}</span></div>"
-    yield from _table([(in_words(when), text) for when, _, text in _thinned(data["events"])], "left")
+    yield from _table([(in_words(when), text) for when, kind, text in data["events"] if kind == "note"], "left")
 
 
 def _across(when: float, begin: float, end: float) -> str:
