@@ -12,7 +12,8 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import describe
-from ddp_callbacks.launcher.stacks import ask_for_stacks
+from ddp_callbacks.reporting.stacks import ask_for_stacks
+from ddp_callbacks.reporting.status import show_status
 from ddp_callbacks.schedulers import is_shell_of_step, unknown_launcher
 
 
@@ -46,6 +47,8 @@ def _main(argv: list[str]) -> int:
     if argv[:1] == ["stacks"]:
         print(ask_for_stacks(argv[1:]), end="")
         return 0
+    if argv[:1] == ["status"]:
+        return show_status(argv[1:])
     if argv[:1] == ["join"]:
         return join(argv[1:])
     if argv[:1] == ["doctor"]:

@@ -29,9 +29,9 @@ from ddp_callbacks.launcher.launch import (
 )
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder
 from ddp_callbacks.launcher.same import differences, remedy
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.requests import new_folder
 
 LIMIT = 20.0  # seconds in total
 _SETUP = 120.0  # seconds more if there is a --setup

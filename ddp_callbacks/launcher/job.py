@@ -41,6 +41,7 @@ class Job:
     requeue: bool
 
     show_ranks: frozenset[int] | None
+    no_report: bool
     no_prefix: bool
 
     nnodes: str

@@ -12,7 +12,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.options import nodes_of
-from ddp_callbacks.launcher.requests import JOINED, ask
+from ddp_callbacks.reporting.requests import JOINED, ask
 
 _TIMEOUT = 120.0  # seconds for the job to reach the nodes
 

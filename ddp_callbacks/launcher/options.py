@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from ddp_callbacks.auto import AUTO, INDEPENDENT
-from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks.environment import KEEP_GOING, NO_REPORT
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
@@ -35,6 +35,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
+  ddprun status                                   show what each rank of a running job does, and how fast
   ddprun stacks                                   show where each rank of a running job is
   ddprun join -H node3:4                          let a node take part in a running job"""
 _ABOUT_DOCTOR = """\
@@ -133,7 +134,7 @@ def parse_options(
     _refuse_contradictions(job, environ)
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
-    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
+    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going, NO_REPORT: job.no_report}
     switches = [f"{name}=1" for name, is_on in choices.items() if is_on]
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_callbacks.launcher.job import Job
-from ddp_callbacks.launcher.requests import RUNS, STACKS, write_answer
+from ddp_callbacks.reporting.requests import RUNS, STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
 import sys
 import time
 from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.page import write
+from ddp_callbacks.reporting.requests import STATUS, new_folder, take_requests, write_answer
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
 
@@ -70,10 +75,14 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        taken = take_requests(output.folder, launch.take_request)
+        report = Collector(job.command)
+        taken = take_requests(output.folder, partial(take_request, launch, report, output.folder))
         readers = [asyncio.create_task(each) for each in (launch.pass_on_input(output.begin_lines), taken)]
         with closing(output):
-            code = await Watch(launch, output).run()
+            code = await Watch(launch, output, report).run()
+            line = await asyncio.to_thread(write, report.data(), output.folder)
+            if line and code in (0, EXIT_PREEMPTED):  # else the last lines say what has failed
+                output.note(line)
         for reader in readers:
             reader.cancel()
         if terminal.problem:
@@ -81,6 +90,15 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
         if output.problem:
             _say(output.problem)
         return launch, code or int(bool(terminal.problem or output.problem))
+
+
+def take_request(launch: Launch | None, report: Collector, folder: Path, wanted: str) -> None:
+    """Answer what a command asks of this job, or let the launch take the request."""
+    if wanted != STATUS and launch is not None:
+        launch.take_request(wanted)
+        return
+    text = json.dumps(report.data())
+    asyncio.get_running_loop().run_in_executor(None, write_answer, folder / STATUS, text)
 
 
 def _say(text: str) -> None:

@@ -33,8 +33,9 @@ from ddp_callbacks.launcher.node.reports import (
     Wrote,
 )
 from ddp_callbacks.launcher.output import Output
-from ddp_callbacks.launcher.requests import JOINED, write_answer
-from ddp_callbacks.launcher.stacks import innermost, summary
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.requests import JOINED, write_answer
+from ddp_callbacks.reporting.stacks import innermost, summary
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _USAGE = 2  # exit code of a program that does not know its arguments
@@ -44,10 +45,10 @@ _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recor
 class Watch:
     """Watches a started job until it ends."""
 
-    def __init__(self, launch: Launch, output: Output) -> None:
+    def __init__(self, launch: Launch, output: Output, report: Collector | None = None) -> None:
         self._job = launch.job
         self._launch = launch
-        self._output = output
+        self._output, self._report = output, report or Collector([])
         self._running = list(launch.nodes)
         self._ranks: dict[int, End] = {}  # the ranks that have started
         self._members = Members(self._running)
@@ -72,6 +73,7 @@ class Watch:
 
     async def _note(self, text: str) -> None:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
+        self._report.note(text)
         await asyncio.to_thread(self._output.note, text)
 
     # --- reports of the nodes -----------------------------------------------------------------------------------------
@@ -107,15 +109,16 @@ class Watch:
 
     async def _take_output(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
+        self._report.hear(node.plan.name, rank, stream, written)
         successor = self._members.successors.get(rank)
-        if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
+        if (end := successor or self._ranks.get(rank)) is not None and stream not in "or":
             end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
-        if stream != "f":
+        if stream not in "fr":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
-        elif end is not None and (stores := announced(end.text("f"))):
+        elif stream == "f" and end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)
 
     def _add_or_ask(self, hosts: str) -> None:

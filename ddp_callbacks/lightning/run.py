@@ -260,8 +260,6 @@ class Run:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
         self.drawing.random_state.synchronize()
         self.drawing.random_state.end()
-        if self._checks is not None:
-            self._checks.log_times()
 
     def merge_buffers(self) -> None:
         """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.output import Output, Terminal, terminal_size
-from ddp_callbacks.launcher.requests import new_folder
+from ddp_callbacks.reporting.requests import new_folder
 
 
 class Shown(Terminal):

@@ -320,9 +320,8 @@ class Node(Answers):
         for call, question, values, named in self._link.messages():
             self._question = question
             try:
-                answer = getattr(self, call)(
-                    *values, **named
-                )  # the launcher sends the names of these methods, no others
+                # The launcher sends the names of these methods, no others.
+                answer = getattr(self, call)(*values, **named)
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:

@@ -9,8 +9,9 @@ class Wrote(NamedTuple):
     """Output of a rank.
 
     Its stream is ``o`` (standard output), ``e`` (standard error, or both if they are one), ``s`` (the stacks of its
-    threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
-    :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready).
+    threads, as Python's faulthandler writes them), ``f`` (the record of its failure, see
+    :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready) or ``r`` (where its time goes, see
+    :mod:`ddp_callbacks.reporting`).
     """
 
     rank: int

@@ -6,7 +6,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Mapping
 
-from ddp_callbacks.launcher.requests import STACKS, ask
+from ddp_callbacks.reporting.requests import STACKS, ask
 
 WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
