@@ -36,7 +36,7 @@ _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
 _ANYWAY = "Or start all the same: --unchecked"
-_CTRL_Z = "Ctrl-Z stops no job: its nodes would miss ddprun, and end it. It goes on; Ctrl-C ends it"
+_CTRL_Z = "Ctrl-Z stops no job: its nodes would miss ddprun, and end it. It continues; Ctrl-C ends it"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

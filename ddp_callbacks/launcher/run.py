@@ -20,7 +20,6 @@ from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.reporting.collector import Collector
-from ddp_callbacks.reporting.page import write
 from ddp_callbacks.reporting.requests import STATUS, new_folder, take_requests, write_answer
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
@@ -80,9 +79,6 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
         readers = [asyncio.create_task(each) for each in (launch.pass_on_input(output.begin_lines), taken)]
         with closing(output):
             code = await Watch(launch, output, report).run()
-            line = await asyncio.to_thread(write, report.data(), output.folder)
-            if line and code in (0, EXIT_PREEMPTED):  # else the last lines say what has failed
-                output.note(line)
         for reader in readers:
             reader.cancel()
         if terminal.problem:

@@ -34,6 +34,7 @@ from ddp_callbacks.launcher.node.reports import (
 )
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.page import write
 from ddp_callbacks.reporting.requests import JOINED, write_answer
 from ddp_callbacks.reporting.stacks import innermost, summary
 
@@ -385,14 +386,22 @@ class Watch:
         return End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending)
 
     def _conclude(self) -> int:
-        """Report how the job ended."""
+        """Report how the job ended, and if nothing has failed, where the time of the training went."""
+        course = write(self._report.data(), self._output.folder)
         if self._is_preempted():
+            self._note_course(course)
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
         if self._launch.stopped_by and self._end_at is None and not self._has_failed():
             return self._conclude_stop()
+        if all(rank.code == 0 for rank in self._ends_of_members()) and not self._lost:
+            self._note_course(course)
         return self._conclude_failure()
+
+    def _note_course(self, course: str) -> None:
+        if course:
+            self._output.note(course)
 
     def _is_preempted(self) -> bool:
         """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
