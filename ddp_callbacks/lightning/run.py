@@ -58,6 +58,7 @@ class Run:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
         self._verify = verify  # for the next batch
+        self._compares = set(trainer.strategy.compares)
         self._losses = LossWatch()
         self.batches = batches
         self._checks: ReplicaChecks | None = None
@@ -189,9 +190,9 @@ class Run:
         Args:
             arguments: Those of the step after the batch.
         """
-        compares = self._trainer.strategy.compares
-        if step in compares and _logged.results_of(self._trainer).joins_steps:
-            compares.discard(step)
+        is_first = self._trainer.sanity_checking or self._trainer.training  # equal on all ranks, also on new ones
+        if step in self._compares and is_first and _logged.results_of(self._trainer).joins_steps:
+            self._compares.discard(step)
             compare_what_is_logged(self._trainer, self._loaders(), self.batches, step, arguments)
 
     def _exchange_skips(self, skips: bool) -> list[bool]:

@@ -33,12 +33,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     Attributes:
         resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
         recovery: Lets the Trainer continue without processes that died, if the launcher does.
-        compares: The steps of which the next call logs what is to be compared with one process.
+        compares: The steps of which the first call of a fit logs what is to be compared with one process.
     """
 
     resume: Fit | None = None
     recovery: Recovery | None = None
-    compares: set[str]
+    compares: frozenset[str]
     _trainer: Any = None
     _is_first_call = True  # of the Trainer
     _synchronizer: GradientSynchronizer | None = None  # of a fit
@@ -64,7 +64,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; what the first one logs is compared with one process. A collective then."""
+        """Like Lightning's; what the first one of a sanity check logs is compared. A collective then."""
         if self._run is not None:
             self._run.compare("validation_step", args[1:])
         return super().validation_step(*args, **kwargs)
