@@ -280,7 +280,7 @@ def measured_elsewhere(folder: str) -> None:
         measured(folder, Total, None)
     said = [str(warning.message) for warning in caught if "the metric own counts only" in str(warning.message)]
     assert len(said) == (get_rank() == 0)
-    assert all(text.startswith("Total.count, Total.total was each process's own") for text in said)
+    assert all(text.startswith("Total.count, Total.total cannot be taken over from the 1 process of") for text in said)
 
 
 class Unreadable(TensorDataset):
