@@ -102,16 +102,11 @@ class HostMessenger:
                 file.flush()
                 post = _LONG + path_of(os.getpid(), file.fileno()).encode()
             posts = self._mailbox.exchange(post, doing)
-            problem: OSError | None = None
             try:
-                messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
-            except OSError as error:  # of this rank, or another has died, for which the exchange below waits in vain
-                problem = error
-            if any(post[:1] == _LONG for post in posts):
-                self._mailbox.exchange(b"", doing)  # keep the file until all have read it
-            if problem is not None:
-                raise problem
-            return messages
+                return [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
+            finally:  # also if this rank cannot read, or another has died, for which this waits in vain
+                if any(post[:1] == _LONG for post in posts):
+                    self._mailbox.exchange(b"", doing)  # keep the file until all have read it
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

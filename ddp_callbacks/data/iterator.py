@@ -162,7 +162,8 @@ class Pass:
             )
         if self._source.is_stateful and used != self.used:
             raise ConfigurationError(
-                f"batches must be {self.used}, got {batches}: its state is that after its last batch. Draw none ahead."
+                f"batches must be {self.used}, those handed out, as a state of {name_of(self._source.loader)} is "
+                f"that after its last batch, got {batches}. Draw no batch ahead from it."
             )
         return {**self._drawn.position(used * self._source.divider.per_step), "batches": used}
 
