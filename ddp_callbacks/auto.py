@@ -215,10 +215,11 @@ def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
 def _has_ours(callbacks: Sequence[Any]) -> bool:
     from torchbearer.callbacks import CallbackList
 
+    from ddp_callbacks.torchbearer import Resume
     from ddp_callbacks.torchbearer.base import DistributedCallback
 
     given = CallbackList([*callbacks]).callback_list  # flattens nested lists
-    return any(isinstance(callback, DistributedCallback) for callback in given)
+    return any(isinstance(callback, DistributedCallback) and not isinstance(callback, Resume) for callback in given)
 
 
 def _callbacks_of(trial: Any) -> Sequence[Any]:

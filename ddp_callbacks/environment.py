@@ -38,6 +38,12 @@ Each line is JSON, and adds to what the lines before it say, or changes it:
   line to the file that TORCHELASTIC_ERROR_FILE names, since the first node, with the first store, may be lost.
 """
 
+REPORT = "DDP_CALLBACKS_REPORT"
+"""Environment variable: a pipe to ``ddprun``, to which a rank writes where its time goes, in lines of JSON."""
+
+NO_REPORT = "DDP_CALLBACKS_NO_REPORT"
+"""Environment variable: ``ddprun --no-report`` sets it to 1."""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

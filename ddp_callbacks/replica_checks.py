@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,7 @@ from ddp_callbacks.comm.equality import OnDivergence, exchange_checksums, settle
 from ddp_callbacks.errors import say
 from ddp_callbacks.process_group import get_rank, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
-from ddp_callbacks.step_times import StepTimes, Stragglers, describe_mean
-
-_log = logging.getLogger("ddp_callbacks")
+from ddp_callbacks.step_times import StepTimes, Stragglers
 
 FIRST = 10
 """The number of steps before the first comparison."""
@@ -54,10 +51,6 @@ class ReplicaChecks:
         self._steps, self._interval = 0, FIRST  # steps since the last comparison, and until the next one
         self._since, self._cost = time.perf_counter(), 0.0  # end and seconds of the last comparison
         self._stragglers = Stragglers()
-        self._counted, self._seconds = (
-            0,
-            torch.zeros((), device="cpu"),
-        )  # steps until the last comparison; seconds by rank and part
 
     def after_step(self, optimizers: Sequence[Any], epoch: int, step: int) -> None:
         """Compare the replicas, if it is time. A collective then. Every rank must call it after the same steps.
@@ -84,19 +77,9 @@ class ReplicaChecks:
             settle(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0] * self._steps, times)
-        self._counted += self._steps
-        self._seconds = self._seconds + self._steps * torch.tensor(times, dtype=torch.float64, device="cpu")
         self._interval, self._steps = steps_until_next(costs, seconds), 0
         self._since = time.perf_counter()
         self._cost = self._since - begin
-
-    def log_times(self) -> None:
-        """Log each rank's mean times, until the last comparison, on rank 0 and at level DEBUG. Local."""
-        if self._counted and get_rank(self._group) == 0:
-            for rank, seconds in enumerate(self._seconds.tolist()):
-                who = describe_rank(resolve_group(self._group), rank)
-                times = describe_mean(seconds, self._counted)
-                _log.debug(f"{who}: a step has taken {times}, on average of {self._counted}")
 
     def _name_stragglers(self, seconds: float, times: Sequence[Sequence[float]]) -> None:
         for rank, text in self._stragglers.note(seconds, times):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from ddp_callbacks.reporting.recorder import WAITING, recorder
 
 Part = Literal["between steps", "in forward", "in backward"]
 """From the last wait to the next batch (optimizer, hooks, loading), then until backward, then until the next wait."""
@@ -20,11 +22,19 @@ _PATIENCE = 60.0  # seconds
 
 
 class StepTimes:
-    """The seconds of this rank by part, without its waits."""
+    """The seconds of this rank by part, without its waits.
 
-    def __init__(self) -> None:
+    Args:
+        module: The module that is trained.
+        settings: How its gradients are synchronized, for the report.
+    """
+
+    def __init__(self, module: Any = None, **settings: object) -> None:
         self._seconds = dict.fromkeys(get_args(Part), 0.0)
         self._last = time.perf_counter()
+        self._recorder = recorder()
+        if self._recorder is not None and module is not None:
+            self._recorder.describe(module, settings)
 
     def mark(self, part: Part | None) -> None:
         """Count the seconds since the last mark as those of ``part``; of no part with ``None``, after a wait."""
@@ -32,6 +42,13 @@ class StepTimes:
         if part is not None:
             self._seconds[part] += now - self._last
         self._last = now
+        if self._recorder is not None:
+            self._recorder.mark(part or WAITING)
+
+    def launch(self) -> None:
+        """Note that the first sum of a backward, or another one, begins."""
+        if self._recorder is not None:
+            self._recorder.launch()
 
     def take(self) -> list[float]:
         """Return the seconds of each part, and count from zero again."""
@@ -75,12 +92,6 @@ def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]])
         f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {part} "
         f"({_in_ms(mine)}, {measure} {_in_ms(others)})"
     )
-
-
-def describe_mean(seconds: Sequence[float], steps: int) -> str:
-    """Say how long a step took, from the seconds of each part in ``steps`` steps."""
-    parts = zip(get_args(Part), seconds, strict=True)
-    return ", ".join(f"{_in_ms(each / steps)} {part}" for part, each in parts)
 
 
 def _in_ms(seconds: float) -> str:

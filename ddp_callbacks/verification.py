@@ -156,6 +156,50 @@ def check_first_batch(
         _log.debug("The first batch is not compared: %s", error)
 
 
+def check_logged(
+    computation: Computation,
+    load: Callable[[], tuple[Any, Any, Weight]],
+    step: str,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Warn if the means over the ranks of what a step logs are not those of the whole batch. A collective.
+
+    It ends without a warning where :func:`check_first_batch` does. No gradients are computed, unless by the step.
+
+    Args:
+        computation: What its ``loss_of`` returns is not used.
+        load: See :func:`check_first_batch`.
+        step: The name of the step, for the message.
+    """
+    group, attempt = process_group, functools.partial(_attempt, process_group, False)
+
+    def compute(batch: Any, fraction: float) -> dict[str, float]:
+        with ExitStack() as stack:
+            copies = attempt(lambda: _copies(computation, stack, is_strict=False))
+            attempt(lambda: (computation.loss_of(copies, batch),))
+            return _weighed(computation.logged(), fraction)
+
+    def of_whole() -> dict[str, float]:
+        with SharedRandomState(group=group).drawing():
+            return compute(whole, 1.0)
+
+    try:
+        attempt(lambda: _check_comparable(computation.parts))
+        with _random_states_kept(computation.parts[0]):
+            whole, part, weight = attempt(load)
+            own = compute(part, _fraction(weight, group))
+            if text := _differing(own, of_whole(), of_whole, group):
+                raise MismatchError(
+                    f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
+                    f"{text}"
+                )
+    except MismatchError as error:
+        if get_rank(group) == 0:
+            warnings.warn(f"{error} (verify=None leaves the comparison out.)", stacklevel=2)
+    except ConfigurationError as error:
+        _log.debug("What %s logs is not compared: %s", step, error)
+
+
 def _check_comparable(parts: Sequence[Any]) -> bool:
     """Raise unless a comparison is useful for this model, and leaves no trace: torch compiles code for each size."""
     layers = list(parts[0].modules())
@@ -180,7 +224,7 @@ def _compare(
             copies = attempt(lambda: _copies(computation, stack, is_strict))
             loss = attempt(lambda: computation.loss_of(copies, batch))
             fraction = fraction_of()
-            logged = {name: fraction and fraction * value for name, value in computation.logged().items()}
+            logged = _weighed(computation.logged(), fraction)
             return fraction, attempt(lambda: _weighed_gradients(loss, fraction, copies[0])), logged
 
     def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
@@ -197,7 +241,11 @@ def _compare(
     found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
     differing = broadcast_object(found, _DOING, group)
     if not differing:
-        _compare_logged(logged, logged_whole, lambda: of_whole()[1], group)
+        if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
+            raise MismatchError(
+                "the gradient of the first batch is that of one process, but the mean over the processes of what the "
+                f"training step logs is not: {text}"
+            )
         return
     if broadcast_object(_differences(of_whole()[0], expected), _DOING, group):
         raise ConfigurationError(
@@ -214,13 +262,17 @@ def _compare(
     raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
 
 
-def _compare_logged(
+def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
+    return {name: fraction and fraction * value for name, value in logged.items()}  # without samples they may be NaN
+
+
+def _differing(
     own: Mapping[str, float],
     expected: Mapping[str, float],
     again: Callable[[], Mapping[str, float]],
     group: dist.ProcessGroup | None,
-) -> None:
-    """Raise if the mean over the parts of a logged value is not that of the whole batch. A collective.
+) -> str:
+    """Return which logged values are not those of the whole batch, and a remedy; empty if none. A collective.
 
     Args:
         own: The values of this rank's part, times its fraction.
@@ -231,15 +283,16 @@ def _compare_logged(
     sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
     differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
     if not broadcast_object(differ, _DOING, group):
-        return
+        return ""
     repeated = again()
     named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
-    if named := broadcast_object(named, _DOING, group):
-        raise MismatchError(
-            "the gradient of the first batch is that of one process, but the mean over the processes of what the "
-            f"training step logs is not: {', '.join(named)}. Log a mean over the samples; a count with "
-            'reduce_fx="sum" or as a torchmetrics.SumMetric; anything else, computed from all samples, as a metric.'
-        )
+    if not broadcast_object(named, _DOING, group):
+        return ""
+    remedy = (
+        'Log a mean over the samples, or over what weight= counts, if it is given; a count with reduce_fx="sum" or as '
+        "a torchmetrics.SumMetric; anything else, computed from all samples, as a metric."
+    )
+    return str(broadcast_object(f"{', '.join(named)}. {remedy}", _DOING, group))
 
 
 def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -52,12 +52,18 @@ class LocalRanks:
 
 
 def make_inbox(opened: ExitStack) -> int:
-    """Make a pipe for a :class:`Mailbox`; return the descriptor that the others open. ``opened`` closes it."""
+    """Make a pipe for a :class:`Mailbox`; return the descriptor that the others open. ``opened`` closes it.
+
+    Raises:
+        OSError: No descriptor is left, or the system gives this user no more memory for pipes.
+    """
     ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # both stay open: without a writer, reads report the end of the file
     for fd in ends:
         opened.callback(os.close, fd)
     with suppress(OSError):
         fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, _CAPACITY)
+    if fcntl.fcntl(ends[0], fcntl.F_GETPIPE_SZ) < _USUAL:
+        raise OSError("the processes of this user have as many pipes as /proc/sys/fs/pipe-user-pages-soft allows")
     return ends[0]
 
 

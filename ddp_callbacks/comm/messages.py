@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -102,12 +102,11 @@ class HostMessenger:
                 file.flush()
                 post = _LONG + path_of(os.getpid(), file.fileno()).encode()
             posts = self._mailbox.exchange(post, doing)
-            messages = []
-            with suppress(OSError):  # a rank has died, for which the exchange below waits in vain
-                messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
-            if any(post[:1] == _LONG for post in posts):
-                self._mailbox.exchange(b"", doing)  # keep the file until all have read it
-            return messages
+            try:
+                return [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
+            finally:  # also if this rank cannot read, or another has died, for which this waits in vain
+                if any(post[:1] == _LONG for post in posts):
+                    self._mailbox.exchange(b"", doing)  # keep the file until all have read it
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.presence import found
+from ddp_callbacks.reporting.recorder import timed_loading
 
 
 class Start(NamedTuple):
@@ -157,8 +158,7 @@ class Pass:
         used = self.used if batches is None else batches
         if not 0 <= used <= self.used:
             raise ConfigurationError(
-                f"batches must be the number of batches used in this pass, of which {self.used} were handed out, got "
-                f"{batches}."
+                f"batches must be the number used in this pass, of which {self.used} were handed out, got {batches}."
             )
         if self._source.is_stateful and used != self.used:
             raise ConfigurationError(
@@ -192,6 +192,7 @@ class ShardedIterator(Iterator[Any]):
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
         weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
 
+    @timed_loading
     def __next__(self) -> Any:
         try:
             part = next(self._parts)

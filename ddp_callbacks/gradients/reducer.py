@@ -127,9 +127,8 @@ class Reducer:
         self._scale = self.weighing.unit * self._sums.divisor
 
     def _first_total(self, weight: float) -> float:
-        return float(
-            all_reduce(torch.tensor([weight], dtype=torch.float64, device="cpu"), "the first weight", self._group)
-        )
+        own = torch.tensor([weight], dtype=torch.float64, device="cpu")
+        return float(all_reduce(own, "the first weight", self._group))
 
     def mark(self, bucket: Bucket, position: int) -> None:
         """Mark a gradient as complete; launch full buckets in order, but not the one that carries the metadata."""
@@ -213,6 +212,7 @@ class Reducer:
         is_last = bucket is self._planned[-1]
         bucket.fill(self._scale, self.used)
         metadata = self._message() if is_last and self._carries_metadata else None
+        self._times.launch()
         self._sums.launch(bucket, metadata, is_last)
 
     def _message(self) -> torch.Tensor:

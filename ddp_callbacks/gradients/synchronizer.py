@@ -93,7 +93,7 @@ class GradientSynchronizer:
     ) -> None:
         self._options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
         self.room = room
-        self.times = StepTimes()
+        self.times = StepTimes(module, bucket_cap_mb=bucket_cap_mb, comm_hook=comm_hook, compress=compress)
         self._module = module
         self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()

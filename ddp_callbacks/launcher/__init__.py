@@ -16,7 +16,7 @@
         members      the ranks that take part, those that were lost, and their successors
         output       files and the terminal, line by line, and standard input for rank 0
         failures     finds which of several failures came first
-        requests     what a command asks of a running job: stacks shows where the ranks are, join adds nodes
+        join         adds nodes to a running job; what else a command asks of one is in reporting
         same         what all nodes must have alike
         doctor       checks the nodes
     on each node

@@ -12,7 +12,8 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import describe
-from ddp_callbacks.launcher.stacks import ask_for_stacks
+from ddp_callbacks.reporting.stacks import ask_for_stacks
+from ddp_callbacks.reporting.status import show_status
 from ddp_callbacks.schedulers import is_shell_of_step, unknown_launcher
 
 
@@ -21,8 +22,10 @@ def main() -> None:
     # A closed stream is None.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
-        code = _main(sys.argv[1:])
-        sys.stdout.flush()
+        try:
+            code = _main(sys.argv[1:])
+        finally:  # also after --help
+            sys.stdout.flush()
         sys.exit(code)
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
@@ -44,6 +47,8 @@ def _main(argv: list[str]) -> int:
     if argv[:1] == ["stacks"]:
         print(ask_for_stacks(argv[1:]), end="")
         return 0
+    if argv[:1] == ["status"]:
+        return show_status(argv[1:])
     if argv[:1] == ["join"]:
         return join(argv[1:])
     if argv[:1] == ["doctor"]:

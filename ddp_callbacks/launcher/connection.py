@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -123,7 +124,7 @@ class Connection(asyncio.SubprocessProtocol):
         self._heard = loop.time()
         self._write(FIRST_LINE)
         await self._answer()
-        self._write(opening(self.plan))
+        self._write(opening(self.plan, self._environ))
 
     async def ask(
         self, timeout: float | None, call: Callable[Concatenate[Node, P], Any], *values: P.args, **named: P.kwargs
@@ -157,15 +158,17 @@ class Connection(asyncio.SubprocessProtocol):
             raise Refused(answer["problem"])
         return answer
 
-    async def greet(self, grace: float | None = None) -> None:
+    async def greet(self, environ: dict[str, str] | None = None, grace: float | None = None) -> None:
         """Connect to the node and read its description. If its sshd refuses the login for lack of slots, try again.
 
         Args:
+            environ: Variables for its setup and all later processes there.
             grace: Seconds from a request to stop to force, also once the connection is lost; ``None``: the default.
 
         Raises:
             NodeProblem: The node cannot be reached.
         """
+        self._environ = environ or {}
         if shutil.which(program := command_to(self.plan)[0]) is None:
             raise NodeProblem(
                 f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"
@@ -209,8 +212,9 @@ class Connection(asyncio.SubprocessProtocol):
 
     # --- requests to the node, which raise NodeProblem if it cannot do them -------------------------------------------
 
-    async def enter(self, environ: dict[str, str], script: str | None) -> None:
+    async def enter(self, script: str | None) -> None:
         """Change to the working directory, set variables for all later processes, check that the script exists."""
+        environ = {} if self.plan.setup else self._environ  # a setup had them, and may have changed them
         try:
             await self.ask(None, Node.enter, self.plan.cwd, environ, script)
         except Refused as problem:
@@ -221,12 +225,14 @@ class Connection(asyncio.SubprocessProtocol):
     async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
         plan, text = self.plan, Path(facts.__file__).read_text()
-        words = plan.words(plan.python, UTF8, "-P", "-c", text, which, str(plan.cores or 0), *program)
+        words = [plan.python, UTF8, "-P", "-c", text, which, plan.processes, str(plan.cores or 0), *program]
         said = await self.ask(None, Node.output, words, seconds)
         if said["code"]:
-            error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
-            raise NodeProblem(f"needs Python 3.11 or newer: {error or 'exit code ' + str(said['code'])}")
-        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
+            lines = os.fsencode(said["err"]).decode(errors="replace").strip().splitlines()
+            errors = [line for line in lines if "Error" in line] or lines or [f"exit code {said['code']}"]
+            needs = "It must be 3.11 or newer, and find its own modules: PYTHONHOME and PYTHONPATH may name others"
+            raise NodeProblem(f"{plan.python} does not start: {errors[-1]}. {needs}")
+        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # sitecustomize may print
         self.address = next(iter(self.addresses([])), "127.0.0.1")
 
     async def listen(self, address: str, port: int) -> None:
@@ -278,8 +284,10 @@ class Connection(asyncio.SubprocessProtocol):
             self._kill()
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        # Not by the transport, which may collect the exit code before the event loop can.
+        if self._process.get_returncode() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.get_pid(), signal.SIGKILL)
 
     async def explain_end(self) -> str:
         """Explain why the connection ended, from the messages of ssh or the shell there."""

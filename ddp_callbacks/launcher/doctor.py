@@ -7,21 +7,31 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.connection import Connection, NodeProblem
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
-from ddp_callbacks.launcher.launch import Launch, ask_all
+from ddp_callbacks.launcher.launch import (
+    CannotStart,
+    Launch,
+    ask_all,
+    refuse_machines_named_twice,
+    refuse_number_of_processes,
+)
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.same import differences, remedy
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.requests import new_folder
 
 LIMIT = 20.0  # seconds in total
 _SETUP = 120.0  # seconds more if there is a --setup
@@ -84,7 +94,7 @@ async def _examine(job: Job) -> list[Finding]:
     seconds = LIMIT + (_SETUP if job.setup else 0.0)
     limit = f"the limit of {seconds:g} s for all checks"
     launch = Launch(job.changed(**once, heartbeat_timeout=_PATIENCE), seconds + GRACE, limit, _ANSWER_TIMEOUT)
-    findings: list[Finding] = []
+    findings = _refused("", "logs", partial(_try_logs, job.log_dir))
     async with launch:
         try:
             await _look(launch, findings)
@@ -98,6 +108,15 @@ async def _examine(job: Job) -> list[Finding]:
             findings.append(_found("", "all-reduce", "failed", f"stopped by {launch.stopped_by}"))
     names = [plan.name for plan in job.nodes]
     return sorted(findings, key=lambda finding: [*names, finding.node].index(finding.node))
+
+
+def _try_logs(log_dir: str) -> None:
+    """Raise ConfigurationError if logs cannot be written; leave nothing behind."""
+    is_there = os.path.exists(log_dir)
+    folder = new_folder(log_dir)
+    rmtree(folder)
+    if not is_there:
+        folder.parent.rmdir()
 
 
 async def _look(launch: Launch, findings: list[Finding]) -> None:
@@ -118,6 +137,10 @@ async def _look(launch: Launch, findings: list[Finding]) -> None:
     unknown = await ask_all(reach, launch.nodes)
     known = [node for node in launch.nodes if node not in unknown]
     findings += judge({node.plan: node.place for node in known})
+    for node in known:
+        findings += _refused(node.plan.name, "processes", partial(refuse_number_of_processes, node))
+        node.place["processes"] = 1  # of the probe
+    findings += _refused("", "machines", partial(refuse_machines_named_twice, known))
     if len(known) > 1 or not unknown:
         problems = await launch.try_to_meet(known)
         for node in known:
@@ -125,6 +148,15 @@ async def _look(launch: Launch, findings: list[Finding]) -> None:
             findings.append(_found(name, "address", f"{node.address} ({node.place.get('interface', '')})"))
             if len(known) > 1:
                 findings.append(_found(name, "ports", "failed" if says else "reaches the others", says))
+
+
+def _refused(node: str, check: str, start: Callable[[], None]) -> list[Finding]:
+    """Return what a start would refuse."""
+    try:
+        start()
+    except (ConfigurationError, CannotStart, NodeProblem) as problem:
+        return [_found(node, check, "failed", str(problem).rstrip("."))]
+    return []
 
 
 async def _all_reduce(launch: Launch) -> Finding:

@@ -1,7 +1,7 @@
 """Print facts about a node, as JSON. The job's interpreter runs this text there, with or without this package.
 
-The first argument is ``all``, or the number of processes as in ``--nproc-per-node``: this prints only the facts for a
-start, in a fraction of a second. The second is the number of cores that the job has there; 0 for all that it may use.
+The first argument is ``all``, or ``start`` for what a start needs, in a fraction of a second; the second the number of
+processes as in ``--nproc-per-node``; the third the number of cores that the job has there, 0 for all that it may use.
 The others are the kind and the name of the program: a ``script``, a ``module``, or ``any``, which is not compared.
 Without a kind, nothing is compared.
 """
@@ -110,10 +110,10 @@ def _count(kind: str, root: str = "/") -> int:
     return len(found)
 
 
-def facts(cores: int, kind: str = "", name: str = "") -> dict[str, Any]:
+def facts(processes: str, cores: int, kind: str, name: str) -> dict[str, Any]:
     """Return the facts that the doctor judges."""
     memory = _memory()
-    return place("1", cores, kind, name) | {
+    return place(processes, cores, kind, name) | {
         "program": name,
         "python": sys.version.split()[0],
         "executable": sys.executable,
@@ -169,5 +169,5 @@ def _gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    which, cores, kind, name = sys.argv[1:]
-    print(json.dumps(facts(int(cores), kind, name) if which == "all" else place(which, int(cores), kind, name)))
+    which, processes, cores, kind, name = sys.argv[1:]
+    print(json.dumps((facts if which == "all" else place)(processes, int(cores), kind, name)))

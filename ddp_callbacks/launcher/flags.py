@@ -103,7 +103,7 @@ NODES = (
     Flag("--rsh", _RSH, "COMMAND", type=shlex.split),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
-    Flag("--setup", "goes before each process, in bash: 'source env.sh && module load cuda'", "COMMAND", ""),
+    Flag("--setup", "runs once on each node, in bash, before Python: 'module load cuda'", "COMMAND", ""),
 )
 START = (
     Flag("-x", "a variable for every process; 'WANDB_*' for several", "NAME[=VALUE]", usual=True, repeats=True),
@@ -122,6 +122,7 @@ END = (
 )
 OUTPUT = (
     Flag("--show-ranks", "ranks whose output is shown: 0,3 or all (default: 0)", "RANKS", "0", _RANKS, usual=True),
+    Flag("--no-report", "say nothing at the end about where the time went, and write no report.html"),
     Flag("--no-prefix", "don't start each line with [node:rank]"),
 )
 _PROCESSES_HELP = "processes on each node: a number, auto, cpu, gpu or xpu (default: one per GPU or CPU socket)"
@@ -131,7 +132,7 @@ TORCHRUN = (
     Flag("--max-restarts", "restart all up to this many times after a failure", "N", 0, _COUNT, usual=True),
     Flag("--monitor-interval", "has no effect: ddprun notices every end at once", "SECONDS", 0.1, float),
     Flag("--shutdown-timeout", f"from SIGTERM to SIGKILL (default: {GRACE:g})", "SECONDS", GRACE, _POSITIVE),
-    Flag("--standalone", "has no effect: without nodes, ddprun runs on this machine only"),
+    Flag("--standalone", "on this machine only, also in a Slurm, PBS or LSF job"),
     Flag("--module -m", "run SCRIPT as a module, like python -m", usual=True),
     Flag("--no-python", "run SCRIPT as a program, without Python"),
     Flag(

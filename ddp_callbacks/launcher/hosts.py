@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
 
-_LOGIN = ("bash", "-lc", 'cd "$1" 2>/dev/null; eval "$2" && shift 2 && exec "$@"', "bash")
 _IGNORED = ("max_slots", "max-slots", "max")  # Open MPI's limit for oversubscription
 
 
@@ -29,7 +28,7 @@ class NodePlan:
         rank: The node rank.
         is_here: Whether the node is this machine, which needs no ssh.
         rsh: The command that reaches the node instead of ssh; ``None`` for ssh.
-        setup: A bash command that runs before each process there, and before the interpreter is looked for.
+        setup: A bash command that runs there once, before the interpreter is looked for.
     """
 
     host: str
@@ -51,13 +50,6 @@ class NodePlan:
     def shell(self) -> str:
         """The prefix of a command to type for this node; empty for this machine."""
         return "" if self.is_here else f"{shlex.join(self.rsh or ('ssh', self.host))} "
-
-    def words(self, *words: str) -> list[str]:
-        """Return a command that runs :attr:`setup` before these words, in a login shell, which knows ``module``.
-
-        It goes back to the working directory first, as some profiles leave it.
-        """
-        return [*_LOGIN, self.cwd, self.setup, *words] if self.setup else list(words)
 
 
 def parse_hosts(text: str) -> list[NodePlan]:

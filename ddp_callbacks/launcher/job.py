@@ -41,6 +41,7 @@ class Job:
     requeue: bool
 
     show_ranks: frozenset[int] | None
+    no_report: bool
     no_prefix: bool
 
     nnodes: str
@@ -49,6 +50,7 @@ class Job:
     shutdown_timeout: float
     module: bool
     no_python: bool
+    standalone: bool
     log_dir: str
     tee: str
     role: str
@@ -113,4 +115,4 @@ class Job:
 
     def words(self, node: NodePlan) -> list[str]:
         """Return the command of a rank on a node."""
-        return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
+        return [*([] if self.no_python else [node.python, "-u"]), *self.command]

@@ -12,7 +12,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.options import nodes_of
-from ddp_callbacks.launcher.requests import JOINED, ask
+from ddp_callbacks.reporting.requests import JOINED, ask
 
 _TIMEOUT = 120.0  # seconds for the job to reach the nodes
 
@@ -40,7 +40,7 @@ def join(argv: list[str]) -> int:
         ConfigurationError: There is no such job here, it does not answer, or a host is invalid.
     """
     parser = ArgumentParser(prog="ddprun join", description="Let more nodes take part in a running job (--keep-going).")
-    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    parser.add_argument("job", nargs="?", help="its logs, or the --log-dir with them (default: ddprun-logs)")
     parser.add_argument("-H", "--hosts", required=True, metavar="HOST[:SLOTS],...", help="the nodes, named as for ssh")
     options = parser.parse_args(argv)
     parse_hosts(options.hosts)

@@ -18,11 +18,11 @@ from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.node.processes import StartRanks
 from ddp_callbacks.launcher.node.program import Node
-from ddp_callbacks.launcher.node.reports import Request, Stacks, Stopped
+from ddp_callbacks.launcher.node.reports import Request, Says, Stacks
 from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import starts
 from ddp_callbacks.launcher.same import differences
-from ddp_callbacks.launcher.stacks import WRITING
+from ddp_callbacks.reporting.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
 P = ParamSpec("P")
@@ -36,6 +36,7 @@ _READY = 30.0  # seconds for killed processes to end
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 _SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
 _ANYWAY = "Or start all the same: --unchecked"
+_CTRL_Z = "Ctrl-Z stops no job: its nodes would miss ddprun, and end it. It continues; Ctrl-C ends it"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -95,10 +96,11 @@ class Launch:
         await asyncio.gather(*(node.close(self.job.force + _CUT) for node in self.nodes))
 
     def _take_signals(self) -> None:
-        """Take signals until the end of the event loop. Ctrl-Z has no effect.
+        """Take signals until the end of the event loop.
 
-        Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats. SIGQUIT,
-        which Ctrl-\\ sends, asks for the stacks, also in the background of a shell, which ignores it.
+        Signals that are already ignored stay ignored (nohup). Ctrl-Z has no effect, as a stopped launcher could not
+        send heartbeats. SIGQUIT, which Ctrl-\\ sends, asks for the stacks, also in the background of a shell, which
+        ignores it.
         """
         loop = asyncio.get_running_loop()
         for number in _STOPS:
@@ -106,7 +108,7 @@ class Launch:
                 loop.add_signal_handler(number, self._take_signal, number)
         loop.add_signal_handler(signal.SIGQUIT, self.take_request)
         loop.add_signal_handler(signal.SIGWINCH, self._resize)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        loop.add_signal_handler(signal.SIGTSTP, self.nodes[0].put, Says(_CTRL_Z))
 
     def _take_signal(self, number: signal.Signals) -> None:
         if self._ending is None:
@@ -154,7 +156,7 @@ class Launch:
             say(f"continuing without {node.plan.name}: {problem}.")
             await node.close(0)
         self.nodes = reached
-        _refuse_machines_named_twice(reached)
+        refuse_machines_named_twice(reached)
         self._refuse_ranks_that_are_not_there(sum(node.place["processes"] for node in reached))
 
     def _refuse_ranks_that_are_not_there(self, count: int) -> None:
@@ -184,7 +186,7 @@ class Launch:
             first, *others = [node for node in self.nodes if node.is_open]
             if problems := await self._find_problems(nodes, first):
                 raise CannotStart(_lines(problems))
-            _refuse_machines_named_twice([first, *others, *nodes])
+            refuse_machines_named_twice([first, *others, *nodes])
             if first.place["interface"] == "lo":
                 here = f"the processes of this job meet at an address that only {first.plan.name} has"
                 raise CannotStart(f"{here}. Start it with --master-addr, an address that the other nodes can reach.")
@@ -206,25 +208,21 @@ class Launch:
         return problems
 
     async def reach(self, node: Connection, facts: str) -> None:
-        """Log in to a node, enter its folder, and get its facts, ``all`` or those for so many processes."""
-        await node.greet(self.job.grace)
+        """Log in to a node, enter its folder, and get its facts, ``all`` or those for a ``start``."""
         patience = f"{self.job.heartbeat_timeout + _LATER:g}"
         given = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience}
-        await node.enter(given | self.job.forwarded | self.job.environ, self.job.script)
+        await node.greet(given | self.job.forwarded | self.job.environ, self.job.grace)
+        await node.enter(self.job.script)
         is_alone = len(self.job.nodes) == 1 and not self.job.keep_going and facts != "all"
         program = ("", "") if is_alone else self.job.program
         await node.look(facts, node.patience - _FIRST, program)
 
     async def _check(self, node: Connection) -> None:
-        await self.reach(node, node.plan.processes)
+        await self.reach(node, "start")
         if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
-        count, cores = node.place["processes"], node.place["cores"]
-        if not count:
-            raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
-        if count > (most := max(_MANY, cores * _PER_CORE)):
-            raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
+        refuse_number_of_processes(node)
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it, and each node reach each other one.
@@ -302,8 +300,10 @@ class Launch:
             self._news[kind] = self._news.get(kind, {}) | values
         self._tell_all(Node.news, news)
 
-    async def pass_on_input(self) -> None:
+    async def pass_on_input(self, note_line: Callable[[], None]) -> None:
         """Send what is typed at a terminal to rank 0, so that ``input()`` and a breakpoint work there.
+
+        Calls ``note_line`` when a line is typed.
 
         Any other input may hold the next lines of a shell's loop around ``ddprun``, so nothing is read ahead: rank 0
         inherits it on this machine, and finds it empty on another.
@@ -311,6 +311,8 @@ class Launch:
         data = b"-"
         while data:
             data = await next_input()
+            if data.endswith(b"\n"):
+                note_line()
             self.nodes[0].tell(Node.input, os.fsdecode(data))
 
     async def next_event(self) -> Event | None:
@@ -352,7 +354,8 @@ class Launch:
             self._preparing.cancel()
         else:
             self._tell_all(Node.stop, number if number in (signal.SIGUSR1, signal.SIGINT) else signal.SIGTERM)
-            self.nodes[0].put(Stopped())
+            if reason and self.job.grace is not None:
+                self.nodes[0].put(Says(f"{reason}: asking all processes to stop within {self.job.grace:g} s"))
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""
@@ -383,7 +386,17 @@ async def _connect_pairs(nodes: list[Connection]) -> dict[Connection, NodeProble
     return {node: NodeProblem(f"{problem}. {_ANYWAY}") for node, problem in problems.items()}
 
 
-def _refuse_machines_named_twice(nodes: list[Connection]) -> None:
+def refuse_number_of_processes(node: Connection) -> None:
+    """Raise NodeProblem if a node cannot have as many processes as the job has there."""
+    count, cores = node.place["processes"], node.place["cores"]
+    if not count:
+        raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
+    if count > (most := max(_MANY, cores * _PER_CORE)):
+        raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
+
+
+def refuse_machines_named_twice(nodes: list[Connection]) -> None:
+    """Raise CannotStart if two of these nodes are the same machine."""
     first: dict[str, Connection] = {}
     for node in nodes:
         other = first.setdefault(str(node.hello["machine"]), node)

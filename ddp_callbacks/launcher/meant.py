@@ -14,6 +14,7 @@ from ddp_callbacks.launcher.flags import GROUPS
 
 _COMMANDS = ("doctor", "join", "stacks")
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
+_STREAM = re.compile(r"/dev/(stdin$|fd/)|/proc/self/fd/")  # <(...) in a shell is one, too
 _SHELL = re.compile(r".*\.(ba|z|c|tc|k)?sh")
 
 
@@ -45,10 +46,10 @@ def _meant(script: str, arguments: Sequence[str]) -> Iterator[str]:
     if _PYTHON.fullmatch(script) and not os.path.isdir(script):
         rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", arguments)] or ["train.py"]
         yield f"ddprun starts Python itself. Leave {script} out: ddprun {shlex.join(rest)}"
+    if script == "-" or _STREAM.match(script):
+        yield f"each process reads the script from a file: name one, not {script}."
     if os.path.exists(script):
         return
-    if script == "-":
-        yield "each process reads the script from a file: name one."
     if os.path.exists(f"{script}.py"):
         yield f"there is no file {script}. Did you mean ddprun {shlex.join([f'{script}.py', *arguments])}?"
     if " " in script and os.path.exists(script.split()[0]):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddp_callbacks.auto import AUTO, INDEPENDENT
-from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks.environment import KEEP_GOING, NO_REPORT
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
@@ -35,6 +35,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
+  ddprun status                                   show what each rank of a running job does, and how fast
   ddprun stacks                                   show where each rank of a running job is
   ddprun join -H node3:4                          let a node take part in a running job"""
 _ABOUT_DOCTOR = """\
@@ -42,6 +43,7 @@ Check that a run would work, and say what to fix. It takes all flags of ddprun: 
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
 # Starts a process on a node beside others, with all cores and GPUs of the job there.
 _SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "--gpus-per-node={gpus}", "-N1", "-n1", "-w", "{host}")
+_OURS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 _PLAIN = re.compile(r"[0-9,-]*")  # numbers of devices, which other nodes may have, too
 
 
@@ -86,6 +88,9 @@ class _Parser(ArgumentParser):
         self.add_argument("training_script", nargs="?", help=SUPPRESS)
         self.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse ignores a full disk
+
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}. See {self.prog} --help.")
 
@@ -115,6 +120,8 @@ def parse_options(
     """
     parser = _Parser(environ, is_doctor, show_all=False)
     job, unknown = parser.parse_known_args(argv, namespace=Job())
+    if list(argv[: len(argv) - len(job.training_script_args)][-2:]) == [job.training_script, "--"]:
+        job.training_script_args.insert(0, "--")  # argparse drops it
     if unknown:
         parser.refuse_unknown(unknown[0])
     if not is_doctor and job.help_all:
@@ -127,7 +134,7 @@ def parse_options(
     _refuse_contradictions(job, environ)
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
-    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going}
+    choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going, NO_REPORT: job.no_report}
     switches = [f"{name}=1" for name, is_on in choices.items() if is_on]
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.
@@ -205,6 +212,8 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
         return parse_hosts(",".join(job.hosts))
     if job.hostfile is not None:
         return read_hostfile(job.hostfile)
+    if job.standalone:
+        return []
     found = hosts_of_job(environ)
     cores = cores_of_job(len(found), environ)
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
@@ -237,8 +246,10 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
     variables = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not name:
-            raise ConfigurationError(f"-x takes NAME or NAME=VALUE, got {text!r}.")
+        if not re.fullmatch(r"[A-Za-z_]\w*" if equals else r"[\w*?!\[\]-]+", name):
+            raise ConfigurationError(f"-x takes NAME or NAME=VALUE, got {text!r}. Each variable has an -x.")
+        if _OURS.fullmatch(name):
+            raise ConfigurationError(f"-x {name}: ddprun sets it for each process. Leave it out.")
         found = {name: value} if equals else {each: environ[each] for each in environ if fnmatchcase(each, name)}
         if not found:
             raise ConfigurationError(f"-x {name}: the variable is not set here. Set it, or write -x {name}=VALUE.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_callbacks.launcher.job import Job
-from ddp_callbacks.launcher.requests import RUNS, STACKS, write_answer
+from ddp_callbacks.reporting.requests import RUNS, STACKS, write_answer
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
@@ -66,10 +66,13 @@ class Output:
         shown: The ranks for the terminal, ``None`` for all.
         prefix: Whether a line begins with ``[node:rank]``.
         terminal: Receives the lines.
+
+    Attributes:
+        problem: Why a file is not complete; empty if all are.
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        self.folder = folder
+        self.folder, self.problem = folder, ""
         self._chosen, self._shown = shown or frozenset(), shown
         self._prefix = prefix
         self._terminal = terminal
@@ -106,6 +109,12 @@ class Output:
         self._finish_lines()
         if self._shown is not None:
             self._shown = (self._shown | self._chosen) & members or frozenset({min(members)})
+
+    def begin_lines(self) -> None:
+        """Note that the user has ended the terminal's line."""
+        self._unfinished = False
+        for lines in self._lines.values():
+            lines.is_at_start = True
 
     def shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
@@ -145,8 +154,8 @@ class Output:
         except OSError as error:
             if file := self._files.get(path):
                 file.close()
-            self._files[path] = None
-            self.note(f"{path} is not complete: {error.strerror}")
+            self._files[path], self.problem = None, f"{path} is not complete: {error.strerror}"
+            self.note(self.problem)
 
     def _show(self, prefix: str, key: tuple[str, int, str], data: bytes) -> None:
         if key not in self._lines:
@@ -166,7 +175,7 @@ class _Lines:
     def __init__(self, prefix: bytes, held: bool) -> None:
         self._prefix = prefix
         self._held = b"" if held else None
-        self._at_start = True
+        self.is_at_start = True
 
     def add(self, data: bytes) -> bytes:
         if self._held is not None:
@@ -184,10 +193,10 @@ class _Lines:
     def _marked(self, data: bytes) -> bytes:
         marked = bytearray()
         for piece in _PIECE.findall(data):
-            if self._at_start and piece != b"\r":  # a progress bar begins with a carriage return
+            if self.is_at_start and piece != b"\r":  # a progress bar begins with a carriage return
                 marked += self._prefix
             marked += piece
-            self._at_start = piece.endswith((b"\r", b"\n"))
+            self.is_at_start = piece.endswith((b"\r", b"\n"))
         return bytes(marked)
 
 
@@ -197,7 +206,7 @@ def terminal_size(job: Job) -> tuple[int, int] | None:
         return None
     size = os.get_terminal_size(sys.stdout.fileno())
     prefix = 0 if job.no_prefix else max(len(f"[{node.name}:0] ") for node in job.nodes)
-    return size.lines, max(size.columns - prefix, 20)
+    return size.lines or 24, max((size.columns or 80) - prefix, 1)  # an unknown size is 0
 
 
 async def next_input() -> bytes:

@@ -30,6 +30,7 @@ def _describe_node(job: Job, node: NodePlan) -> str:
         "reached by": "a local process" if node.is_here else shlex.join(command_to(node, job.heartbeat_timeout)),
         "directory": node.cwd,
         "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
+        "setup": node.setup,
         "command": shlex.join(job.words(node)),
         "binding": "" if job.bind == "none" else job.bind,
         "variables": " ".join(_variables(job, node)),
@@ -79,7 +80,7 @@ def starts(
             ranks=list(range(first, first + counts[number])),
             environ={name: str(value) for name, value in variables.items()},
             defaults=_defaults(place),
-            store=node.words(node.python, *_STORE) if number == 0 else [],
+            store=[node.python, *_STORE] if number == 0 else [],
             bind=job.bind,
             patience=job.heartbeat_timeout if job.keep_going else None,
         )

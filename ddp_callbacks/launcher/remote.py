@@ -17,7 +17,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ddp_callbacks.launcher import node
 from ddp_callbacks.launcher.flags import PATIENCE
@@ -35,21 +37,37 @@ FIRST_LINE = (
     b'IFS= read -r c; c=$(printf "%bx" "$c"); eval "${c%x}"\n'
 )
 _READ = "import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"  # what the interpreter does first
+# A login shell, which knows ``module``; some profiles leave the working directory. What the setup prints or leaves in
+# the background gets no part of the messages.
+_SETUP = 'cd "$1" 2>/dev/null; eval "$2" >&2 3<&- && shift 2 && exec "$@" <&3 3<&-'
+# Becomes the parent of all that the setup leaves, see :func:`ddp_callbacks.launcher.node.processes.adopt_orphans`.
+_ADOPT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd
 _CONNECT_TIMEOUT = 10  # seconds for ssh to connect
 # Variables that srun would take as flags, such as SLURM_LABELIO; others name the job, or lead to its controller.
 _FLAGS_OF_SRUN = re.compile(r"(SLURM|SRUN)_(?!JOB|ARRAY|SUBMIT|CLUSTER|CONF|JWT|SACK)")
 
 
-def opening(plan: NodePlan) -> bytes:
-    """Return what follows :data:`FIRST_LINE`: how to start the interpreter (a path, or a name in PATH), the program."""
-    words, streams = [plan.python, "-I", UTF8, "-c", _READ], ""
-    if plan.setup:  # which must not read the program
-        words, streams = plan.words(SHELL, "-c", 'exec "$@" <&3 3<&-', "sh", *words), " 3<&0 </dev/null"
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # of the interpreter itself
-    export = f"export LD_LIBRARY_PATH={shlex.quote(libraries)}; " if libraries else ""
-    command, program = os.fsencode(f"{export}exec {shlex.join(words)}{streams}"), _program()
+def opening(plan: NodePlan, environ: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return what follows :data:`FIRST_LINE`: how to start the interpreter (a path, or a name in PATH), the program.
+
+    Args:
+        environ: Variables for the setup; LD_LIBRARY_PATH for the interpreter, too.
+    """
+    words = [plan.python, "-I", UTF8, "-c", _READ]
+    start = _after_setup(plan, words) if plan.setup else f"exec {shlex.join(words)}"
+    needed = [name for name in environ if name.isidentifier() and (plan.setup or name == "LD_LIBRARY_PATH")]
+    export = "".join(f"export {name}={shlex.quote(environ[name])}; " for name in needed)
+    command, program = os.fsencode(export + start), _program()
     return b"%s\n%d\n%s" % ("".join(f"\\0{byte:03o}" for byte in command).encode(), len(program), program)
+
+
+def _after_setup(plan: NodePlan, words: list[str]) -> str:
+    """Return a command that runs the setup, which reads nothing, and then these words, the parent of all it leaves."""
+    setup = shlex.join(["bash", "-lc", _SETUP, "bash", plan.cwd, plan.setup, *words])
+    adopt = shlex.join(["-I", UTF8, "-c", _ADOPT])
+    finds = f'for p in {shlex.quote(plan.python)} python3; do "$p" -I -c "import ctypes" </dev/null >/dev/null 2>&1'
+    return f'set -- {setup}; {finds} && set -- "$p" {adopt} "$@" && break; done; exec "$@" 3<&0 </dev/null'
 
 
 def _program() -> bytes:
@@ -99,6 +117,7 @@ _SSH_SAYS = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed. If you expected that, remove "
     "the old key (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
     "Host key verification failed": "its host key is unknown. Check and accept it: ssh {host} true",
+    "are too open": "ssh does not use your key: {said} Let nobody else read it (chmod 600)",
     "Permission denied": "login refused ({said}). This must work without a password: ssh {host} true. "
     "Try ssh-copy-id {host}, or ssh-add",
     "Could not resolve hostname": "unknown host ({said}). Check the name, or add it to ~/.ssh/config",

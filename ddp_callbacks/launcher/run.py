@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
 import sys
 import time
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
@@ -16,8 +18,9 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder, take_requests
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.requests import STATUS, new_folder, take_requests, write_answer
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself forever
 
@@ -62,7 +65,7 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             await launch.connect(_say)
             await launch.meet(launch.nodes)
             terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-            output = _output(job, terminal)
+            output = Output(new_folder(job.log_dir), job.shown, not job.no_prefix, terminal)
         except CannotStart as error:
             for problem in str(error).splitlines():
                 _say(problem)
@@ -71,25 +74,27 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        taken = take_requests(output.folder, launch.take_request)
-        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(), taken)]
+        report = Collector(job.command)
+        taken = take_requests(output.folder, partial(take_request, launch, report, output.folder))
+        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(output.begin_lines), taken)]
         with closing(output):
-            code = await Watch(launch, output).run()
+            code = await Watch(launch, output, report).run()
         for reader in readers:
             reader.cancel()
         if terminal.problem:
             _say(f"{terminal.problem}; {output.describe_place(None)}")
-        return launch, code or int(bool(terminal.problem))
+        if output.problem:
+            _say(output.problem)
+        return launch, code or int(bool(terminal.problem or output.problem))
 
 
-def _output(job: Job, terminal: Terminal) -> Output:
-    parent = Path(job.log_dir).absolute()
-    try:
-        return Output(new_folder(parent), job.shown, not job.no_prefix, terminal)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot write in {parent}: {error.strerror}. Choose another place with --log-dir."
-        ) from None
+def take_request(launch: Launch | None, report: Collector, folder: Path, wanted: str) -> None:
+    """Answer what a command asks of this job, or let the launch take the request."""
+    if wanted != STATUS and launch is not None:
+        launch.take_request(wanted)
+        return
+    text = json.dumps(report.data())
+    asyncio.get_running_loop().run_in_executor(None, write_answer, folder / STATUS, text)
 
 
 def _say(text: str) -> None:

@@ -27,14 +27,16 @@ from ddp_callbacks.launcher.node.reports import (
     Problem,
     Report,
     Request,
+    Says,
     Stacks,
     Started,
-    Stopped,
     Wrote,
 )
 from ddp_callbacks.launcher.output import Output
-from ddp_callbacks.launcher.requests import JOINED, write_answer
-from ddp_callbacks.launcher.stacks import innermost, summary
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.page import write
+from ddp_callbacks.reporting.requests import JOINED, write_answer
+from ddp_callbacks.reporting.stacks import innermost, summary
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _USAGE = 2  # exit code of a program that does not know its arguments
@@ -44,10 +46,10 @@ _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recor
 class Watch:
     """Watches a started job until it ends."""
 
-    def __init__(self, launch: Launch, output: Output) -> None:
+    def __init__(self, launch: Launch, output: Output, report: Collector | None = None) -> None:
         self._job = launch.job
         self._launch = launch
-        self._output = output
+        self._output, self._report = output, report or Collector([])
         self._running = list(launch.nodes)
         self._ranks: dict[int, End] = {}  # the ranks that have started
         self._members = Members(self._running)
@@ -72,6 +74,7 @@ class Watch:
 
     async def _note(self, text: str) -> None:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
+        self._report.note(text)
         await asyncio.to_thread(self._output.note, text)
 
     # --- reports of the nodes -----------------------------------------------------------------------------------------
@@ -102,20 +105,21 @@ class Watch:
             case Stacks():
                 running = [end for end in self._ends_of_members() if end.code is None]
                 await asyncio.to_thread(self._output.note_stacks, self._where(running))
-            case Stopped() if self._job.grace is not None and (by := self._launch.stopped_by):
-                await self._note(f"{by}: asking all processes to stop within {self._job.grace:g} s")
+            case Says(text):
+                await self._note(text)
 
     async def _take_output(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
+        self._report.hear(node.plan.name, rank, stream, written)
         successor = self._members.successors.get(rank)
-        if (end := successor or self._ranks.get(rank)) is not None and stream != "o":
+        if (end := successor or self._ranks.get(rank)) is not None and stream not in "or":
             end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
-        if stream != "f":
+        if stream not in "fr":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
-        elif end is not None and (stores := announced(end.text("f"))):
+        elif stream == "f" and end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)
 
     def _add_or_ask(self, hosts: str) -> None:
@@ -143,12 +147,9 @@ class Watch:
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
+        again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        await self._note(f"{name}: {which}, {each}{where}{self._which_start()}")
-
-    def _which_start(self) -> str:
-        number = self._launch.restarts
-        return f", restart {number} of {self._job.max_restarts}" if number else ""
+        await self._note(f"{name}: {which}, {each}{where}{again}")
 
     async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
         """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
@@ -186,8 +187,9 @@ class Watch:
         if kept and not self._told_kept:
             self._told_kept = True
             first = min(kept, key=lambda end: (end.follows, end.over_since))
-            why = "a thread or child process of its own keeps it running"
-            await self._note(f"{first} has failed, but {why}: {first.told}. ddprun waits {patience:g} s for it")
+            why = (first.told or "").rstrip(".")
+            ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
+            await self._note(f"{first} has failed, but still runs: {why}. {ends}")
         late = [end for end in kept if now - end.over_since >= _SOON + patience]
         for end in late:
             end.fail()
@@ -384,19 +386,28 @@ class Watch:
         return End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending)
 
     def _conclude(self) -> int:
-        """Report how the job ended."""
+        """Report how the job ended, and if nothing has failed, where the time of the training went."""
+        course = write(self._report.data(), self._output.folder)
         if self._is_preempted():
+            self._note_course(course)
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
         if self._launch.stopped_by and self._end_at is None and not self._has_failed():
             return self._conclude_stop()
+        if all(rank.code == 0 for rank in self._ends_of_members()) and not self._lost:
+            self._note_course(course)
         return self._conclude_failure()
 
+    def _note_course(self, course: str) -> None:
+        if course:
+            self._output.note(course)
+
     def _is_preempted(self) -> bool:
-        """Whether no node was lost, and all ranks were preempted or exited with code 0, at least one preempted."""
+        """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
         codes = {rank.code for rank in self._ends_of_members()}
-        return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
+        may_be_done = {0} if self._launch.stopped_by else set[int]()
+        return not self._lost and EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED} | may_be_done
 
     def _has_failed(self) -> bool:
         """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
@@ -424,6 +435,9 @@ class Watch:
         return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_success(self) -> int:
+        if some := ", ".join(str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED):
+            self._output.note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
+            return 1
         if summary := self._members.summary():
             self._output.note(f"done, with {summary}")
         return 0

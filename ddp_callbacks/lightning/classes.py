@@ -54,8 +54,8 @@ class CallbackStrategy(CallbackStrategyMixin):
         verify: ``"warn"``: compare the gradient of the first batch of a fit with that of a single process, and warn if
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
             ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
-            :func:`ddp_callbacks.verify_gradient`. Both call ``training_step`` two or three times, on copies of the
-            module that log nothing.
+            :func:`ddp_callbacks.verify_gradient`. Both call ``training_step``, and ``validation_step`` in the sanity
+            check, two or three times, on copies of the module that log nothing, and warn of logged means that differ.
         skip_batch: When all processes skip a training batch together, as one process does if ``training_step`` returns
             ``None``. ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or infinite
             on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have such a loss.

@@ -27,7 +27,7 @@ from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
-from ddp_callbacks.lightning.verification import verify_first_batch
+from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.replica_checks import ReplicaChecks
@@ -59,6 +59,7 @@ class Run:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
         self._verify = verify  # for the next batch
+        self._compares = set(trainer.strategy.compares)
         self._losses = LossWatch()
         self.batches = batches
         self._checks: ReplicaChecks | None = None
@@ -198,6 +199,8 @@ class Run:
         verify, self._verify = self._verify, None
         if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
             verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
+        elif self._is_automatic and self._trainer.fit_loop.total_batch_idx == 0:
+            self.compare("training_step", arguments)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
         with self.computing():
@@ -211,6 +214,17 @@ class Run:
         if skipped_by is None or not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         return SKIPPED
+
+    def compare(self, step: str, arguments: Sequence[Any]) -> None:
+        """Compare what the first call of a step logs with one process, if the strategy does. A collective then.
+
+        Args:
+            arguments: Those of the step after the batch.
+        """
+        is_first = self._trainer.sanity_checking or self._trainer.training  # equal on all ranks, also on new ones
+        if step in self._compares and is_first and _logged.results_of(self._trainer).joins_steps:
+            self._compares.discard(step)
+            compare_what_is_logged(self._trainer, self._loaders(), self.batches, step, arguments)
 
     def _exchange_skips(self, skips: bool) -> list[bool]:
         """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.
@@ -278,8 +292,6 @@ class Run:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
         self.drawing.random_state.synchronize()
         self.drawing.random_state.end()
-        if self._checks is not None:
-            self._checks.log_times()
 
     def merge_buffers(self) -> None:
         """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""

@@ -33,10 +33,12 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     Attributes:
         resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
         recovery: Lets the Trainer continue without processes that died, if the launcher does.
+        compares: The steps of which the first call of a fit logs what is to be compared with one process.
     """
 
     resume: Fit | None = None
     recovery: Recovery | None = None
+    compares: frozenset[str]
     _trainer: Any = None
     _is_first_call = True  # of the Trainer
     _synchronizer: GradientSynchronizer | None = None  # of a fit
@@ -66,15 +68,17 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             return getattr(super(), name)(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's, but the ranks draw the random numbers of one process."""
+        """Like Lightning's; the ranks draw one process's random numbers. What a sanity check's first logs is compared."""
+        if self._run is not None:
+            self._run.compare("validation_step", args[1:])
         return self._evaluation_step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like :meth:`validation_step`."""
+        """Like Lightning's; the ranks draw the random numbers of one process."""
         return self._evaluation_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like :meth:`validation_step`."""
+        """Like :meth:`test_step`."""
         return self._evaluation_step("predict_step", *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

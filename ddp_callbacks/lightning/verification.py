@@ -1,8 +1,9 @@
-"""Compute the loss of the whole first batch by Lightning's module as well, to compare the gradients."""
+"""Compute the first batch of one process by Lightning's module as well, to compare gradients and logged values."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 
 from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.data.shares import WholeBatch
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.data.shares import WholeBatch, common_size
+from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.verification import Computation, Verify, check_first_batch
+from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_logged
 
-_OTHER_MEANS = {"reduce_fx", "batch_size", "rank_zero_only"}  # options of self.log
+_OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 
 
 def verify_first_batch(
@@ -39,33 +40,68 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module, silent, logged = trainer.lightning_module, _silent(trainer), dict[str, float]()
+    module, logged = trainer.lightning_module, dict[str, float]()
+    silent = _silent(trainer)
 
     def load() -> tuple[Any, Any, Any]:
-        if verify == "warn":
-            _require_no_transfer_hooks(trainer)
-        first = _first_batch(module, loaders)
-        with without_draws("a hook that transfers batches"), Replacements() as quiet:
-            quiet.set(trainer, "profiler", silent.profiler)
-            whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
-        return whole, part, lambda: batches.weigh(part, first.share)
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
+                f"{type(module).__name__} optimizes manually. Verify its loss in another Trainer, or leave out verify."
+            )
+        return _load(trainer, silent, loaders, batches, leaves_no_trace=verify == "warn")
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        _attach(copies[0], silent, logged)
+        _attach(copies[0], silent, logged, common_size(batch))
         return _loss(copies[0].training_step(batch, *arguments))
 
-    instead = {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
-    instead |= {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
     with trainer.precision_plugin.train_step_context():
-        check_first_batch(verify, Computation([module], loss_of, instead, logged.copy), load)
+        computation = Computation([module], loss_of, _instead(trainer, silent), logged.copy)
+        check_first_batch(verify, computation, load)
 
 
-def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
-            f"{type(module).__name__} optimizes manually. Verify its loss in another Trainer, or leave out verify."
-        )
+def compare_what_is_logged(
+    trainer: Any, loaders: Sequence[Any], batches: Batches, step: str, arguments: Sequence[Any]
+) -> None:
+    """Compare what ``step`` logs for the current batch, the first one, with one process; warn. A collective.
+
+    This calls the step two or three times, on copies of the module that log nothing. Arguments as above.
+    """
+    silent, logged = _silent(trainer), dict[str, float]()
+
+    def load() -> tuple[Any, Any, Any]:
+        return _load(trainer, silent, loaders, batches, leaves_no_trace=True)
+
+    def compute(copies: Sequence[Any], batch: Any) -> Any:
+        _attach(copies[0], silent, logged, common_size(batch))
+        return getattr(copies[0], step)(batch, *arguments)
+
+    precision = trainer.precision_plugin
+    with precision.train_step_context() if trainer.training else precision.val_step_context():
+        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), logged.copy)
+        check_logged(computation, load, step)
+
+
+def _load(
+    trainer: Any, silent: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool
+) -> tuple[Any, Any, Any]:
+    """Return the whole batch, this rank's part, both on their device, and a function that weighs the part."""
+    if leaves_no_trace:
+        _require_no_transfer_hooks(trainer)
+    first = _first_batch(loaders)
+    with without_draws("a hook that transfers batches"), Replacements() as quiet:
+        quiet.set(trainer, "profiler", silent.profiler)
+        whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
+    return whole, part, lambda: batches.weigh(part, first.share)
+
+
+def _instead(trainer: Any, silent: Any) -> dict[int, Any]:
+    """Return what copies of the module have in the place of the Trainer and its objects, by their ids."""
+    instead = {id(logger): other for logger, other in zip(trainer.loggers, silent.loggers, strict=True)}
+    return instead | {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
+
+
+def _first_batch(loaders: Sequence[Any]) -> WholeBatch:
     if len(loaders) != 1 or not isinstance(loaders[0], ShardedLoader) or loaders[0].iterator is None:
         raise ConfigurationError(
             'verify="first_batch" needs one loader, divided among the processes, to get its whole batch; got '
@@ -79,6 +115,8 @@ def _require_no_transfer_hooks(trainer: Any) -> None:
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     names = _parts.own_transfer_hooks(trainer.strategy.package, *owners)
     if names:
+        if trainer.is_global_zero:
+            say(f"the first batch is not compared with one process: that would call {names[0]} once more")
         raise ConfigurationError(f"a comparison of the first batch would call {names[0]} once more.")
 
 
@@ -105,12 +143,18 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _attach(copied: Any, silent: Any, logged: dict[str, float]) -> None:
-    """Give the copy of a module its Trainer. Let it log to ``logged``, and turn off the exchanges of torchmetrics."""
+def _attach(copied: Any, silent: Any, logged: dict[str, float], samples: int | None) -> None:
+    """Give the copy of a module its Trainer. Let it log to ``logged``, and turn off the exchanges of torchmetrics.
+
+    Args:
+        logged: Gets NaN for what is no mean over the samples: it is not compared.
+        samples: Of its batch; ``None`` if unknown.
+    """
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        if not args and not options.keys() & _OTHER_MEANS and isinstance(value, int | float | torch.Tensor):
-            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        is_mean = not args and not options.keys() & _OTHER_MEANS and options.get("batch_size") in (None, samples)
+        if isinstance(value, int | float | torch.Tensor):
+            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value) if is_mean else math.nan
 
     def log_dict(values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():

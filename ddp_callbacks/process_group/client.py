@@ -222,7 +222,7 @@ class Gathering:
     def values(self) -> list[Any]:
         """The values of all members, in the order of ``members``; empty until the last one is here."""
         gathered = self._client.heard.get("gathered", self._about, self._run)
-        return gathered["values"] if gathered else []
+        return gathered["values"] * gathered["times"] if gathered else []
 
     def wait_slice(self, seconds: float) -> bool:
         """Wait until a message comes, up to ``seconds``; return whether all values are here."""

@@ -64,6 +64,11 @@ def _keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+def encode(message: Message) -> bytes:
+    """Return a message as it travels, for many receivers."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Connection:
     """A connection of the control channel. It takes over a connected socket.
 
@@ -90,7 +95,11 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message. Raises OSError if the connection has ended, or the other end reads nothing for 2 seconds."""
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send what :func:`encode` has returned. Raises as :meth:`send`."""
+        self._socket.sendall(message)
 
     def receive(self) -> list[Message]:
         """Return the messages that have come. Raises OSError at the end, ValueError if the data are no messages."""

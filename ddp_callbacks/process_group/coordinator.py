@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ddp_callbacks.process_group.connection import Message
@@ -43,13 +43,33 @@ Sent: TypeAlias = list[tuple[int, Message]]
 
 @dataclass
 class _Wait:
-    """A wait of a rank."""
+    """A wait of a rank.
+
+    Attributes:
+        place: Where it waits.
+        asked: When the others were asked where they are because it broke; ``None`` if it goes on.
+        is_told: Whether the rank has got an answer.
+    """
 
     place: Place
-    broke: bool
-    since: float
-    asked: float = -math.inf  # when the other ranks were last asked where they are
-    is_told: bool = False  # whether the rank has got an answer
+    asked: float | None
+    is_told: bool = False
+
+
+class _Exchange:
+    """The waits in one exchange, by rank. What one of them waits for, all of them do.
+
+    Attributes:
+        place: That of the rank that has waited first.
+        since: When it began to wait.
+        asked: When the other ranks were last asked where they are, while the waits go on.
+        unheard: The ranks that have not answered since they were asked because a wait broke, by the time of that.
+    """
+
+    def __init__(self, place: Place, since: float) -> None:
+        self.place, self.since, self.asked = place, since, -math.inf
+        self.waits: dict[int, _Wait] = {}
+        self.unheard: dict[float, set[int]] = {}
 
 
 @dataclass
@@ -72,7 +92,8 @@ class Coordinator:
         self._ranks = list(range(size))
         self._names: dict[int, str] = {}
         self._counted = 0  # the number of joined ranks when they last heard which are missing
-        self._waits: dict[tuple[int, str], _Wait] = {}
+        self._exchanges: dict[Any, _Exchange] = {}
+        self._waits: dict[int, dict[str, _Exchange]] = {}  # by rank and purpose
         self._places: dict[int, tuple[float, Place]] = {}
         self._asked: dict[int, float] = {}  # when each rank was asked where it is, until it answers
         self._left: dict[int, tuple[float, Place]] = {}
@@ -86,14 +107,15 @@ class Coordinator:
         handle = getattr(self, f"_on_{message.get('event')}", None)
         if handle is not None:
             handle(rank, message, now)
-        return self._settle(now)
+        return self._take()
 
     def lose(self, rank: int, now: float, why: str = "") -> Sent:
         """Handle the end of a rank's connection; ``why`` is known unless the rank itself has ended it."""
         self._forget(rank)
         if rank not in self._left and rank not in self._gone:
             self._bury([rank], why)
-        return self._settle(now)
+        self._hear_of(rank, now, math.inf)
+        return self._take()
 
     def tick(self, now: float) -> Sent:
         """Handle the passing of time."""
@@ -101,14 +123,14 @@ class Coordinator:
             self._counted = len(self._names)
             missing = [rank for rank in self._ranks if rank not in self._names]
             self._send(self._names, {"event": "missing", "ranks": missing})
-        waiting = {rank for rank, _ in self._waits}
-        for (rank, _), wait in self._waits.items():
-            if wait.broke:
-                self._ask_where([other for other in self._others(rank) if not self._is_heard(other, wait)], now)
-            elif now - wait.since >= GRACE and now - wait.asked >= _SELDOM:
-                wait.asked = now
-                self._ask_where([other for other in self._others(rank) if other not in waiting], now)
-        return self._settle(now)
+        for exchange in list(self._exchanges.values()):
+            for asked, unheard in exchange.unheard.items():
+                self._ask_where([rank for rank in unheard if self._heard(rank) < asked], now)
+            if not exchange.unheard and now - exchange.since >= GRACE and now - exchange.asked >= _SELDOM:
+                exchange.asked = now
+                self._ask_where([each for each in self._awaited(exchange) if each not in self._waits], now)
+            self._settle(exchange, now)
+        return self._take()
 
     def close(self) -> Sent:
         """End the control channel: if rank 0 has left, all ranks hear ``closing``."""
@@ -130,16 +152,35 @@ class Coordinator:
 
     def _on_wait(self, rank: int, message: Message, now: float) -> None:
         mine = Place(**message["place"])
-        self._waits[rank, mine.doing] = _Wait(mine, message["broke"], now)
+        self._forget(rank, mine.doing)
+        exchange = self._exchanges.setdefault(_key(mine), _Exchange(mine, now))
+        exchange.waits[rank] = wait = _Wait(_shared(mine, exchange.place), now if message["broke"] else None)
+        self._waits.setdefault(rank, {})[mine.doing] = exchange
+        for other in self._exchanges.values():
+            if other is not exchange and other.place.is_comparable(mine) and other.place.misses(rank, mine):
+                self._find_mismatch(rank, wait, other)
         if message["broke"]:
-            self._ask_where(self._others(rank), now)
-        for (other, _), wait in self._waits.items():
-            place = wait.place
-            is_comparable = other != rank and place.run == mine.run and not place.failed and not mine.failed
-            if is_comparable and place.misses(rank, mine) and mine.misses(other, place):
-                both = sorted([(rank, mine), (other, place)], key=lambda each: each[0])
+            wait.asked = self._ask_because_it_broke(exchange, rank, now)
+        self._tell_absent(exchange.place, {rank: wait}, now)
+
+    def _find_mismatch(self, rank: int, wait: _Wait, exchange: _Exchange) -> None:
+        """End the run if ``rank`` waits for one that waits in ``exchange``, which lacks it."""
+        for other, theirs in exchange.waits.items():
+            if other != rank and wait.place.misses(other, theirs.place):
+                both = sorted([(rank, wait.place), (other, theirs.place)], key=lambda each: each[0])
                 text = ", while ".join(f"{self._name(each)} waits for {at.doing} ({at.line})" for each, at in both)
-                self._end(mine.run, {"kind": "mismatch", "text": f"{text}. {REMEDY}"})
+                self._end(wait.place.run, {"kind": "mismatch", "text": f"{text}. {REMEDY}"})
+                return
+
+    def _ask_because_it_broke(self, exchange: _Exchange, rank: int, now: float) -> float:
+        """Ask the others where they are, unless they were asked just now. Return when they were asked."""
+        recent = [asked for asked in exchange.unheard if now - asked < GRACE]
+        if recent:
+            return recent[0]
+        others = [each for each in self._awaited(exchange) if each != rank]
+        exchange.unheard[now] = set(others)
+        self._ask_where(others, now)
+        return now
 
     def _on_done(self, rank: int, message: Message, _: float) -> None:
         self._forget(rank, message["about"])
@@ -150,18 +191,31 @@ class Coordinator:
     def _on_leave(self, rank: int, message: Message, now: float) -> None:
         self._forget(rank)
         self._left[rank] = now, Place(**message["place"])
+        for exchange in list(self._exchanges.values()):
+            self._settle(exchange, now)
         for key in list(self._gatherings):
             self._complete(key)
 
     def _on_place(self, rank: int, message: Message, now: float) -> None:
-        place = Place(**message["place"])
-        self._places[rank] = self._asked.pop(rank, now), place
-        for (waiting, _), wait in self._waits.items():
-            awaited = wait.place
+        place, asked = Place(**message["place"]), self._asked.pop(rank, now)
+        self._places[rank] = asked, place
+        for exchange in self._exchanges.values():
+            awaited = exchange.place
             is_missing = awaited.run == place.run and not place.waits and awaited.misses(rank, place)
             if is_missing and place.torch and place.sequence > awaited.sequence >= 0:
-                text = f"{self._name(waiting)} waits for {awaited.doing}, while {self._elsewhere(rank)} {REMEDY}"
+                waits = f"{self._name(next(iter(exchange.waits)))} waits for {awaited.doing}"
+                text = f"{waits}, while {self._elsewhere(rank)} {REMEDY}"
                 self._end(awaited.run, {"kind": "mismatch", "text": text})
+        self._hear_of(rank, now, asked)
+
+    def _hear_of(self, rank: int, now: float, asked: float) -> None:
+        """Note that a rank has answered what it was asked then."""
+        for exchange in list(self._exchanges.values()):
+            for since, unheard in list(exchange.unheard.items()):
+                if since <= asked and rank in unheard:
+                    unheard.discard(rank)
+                    if not unheard:
+                        self._settle_broken(exchange, since, now)
 
     # --- gatherings ---------------------------------------------------------------------------------------------------
 
@@ -188,43 +242,59 @@ class Coordinator:
             gathering.values = dict.fromkeys(self._left) | gathering.values
         if all(rank in gathering.values for rank in gathering.members):
             values = [gathering.values[rank] for rank in gathering.members]
-            self._send(gathering.members, {"event": "gathered", "about": about, "run": run, "values": values})
+            times = len(values) if all(value == values[0] for value in values) else 1  # usually they are equal
+            values = values[: len(values) // times]
+            gathered = {"event": "gathered", "about": about, "run": run, "values": values, "times": times}
+            self._send(gathering.members, gathered)
             del self._gatherings[key]
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> Sent:
-        """Tell the ranks that wait in vain, and return all messages to send."""
-        for (rank, about), wait in self._waits.items():
-            answer = None if wait.is_told else self._answer(rank, wait, now)
-            if answer is not None:
-                wait.is_told = True
-                self._send([rank], {"event": "told", "about": about, "run": wait.place.run, **answer})
-        return self._take()
+    def _settle(self, exchange: _Exchange, now: float) -> None:
+        """Tell the ranks that wait in vain in an exchange."""
+        self._tell_absent(exchange.place, exchange.waits, now)
+        for asked in list(exchange.unheard):
+            self._settle_broken(exchange, asked, now)
 
-    def _answer(self, rank: int, wait: _Wait, now: float) -> Message | None:
-        """Return which awaited ranks have left, or, if the wait broke, which are late; ``None`` if unknown."""
-        absent = [
-            other
-            for other, (since, leaver) in self._left.items()
-            if wait.place.concerns(other) and now - since >= wait.place.patience(leaver, wait.broke)
+    def _tell_absent(self, awaited: Place, waits: dict[int, _Wait], now: float) -> None:
+        if not self._left:
+            return
+        absent = {broke: self._absent(awaited, broke, now) for broke in (False, True)}
+        for rank, wait in waits.items():
+            if not wait.is_told and (found := absent[wait.asked is not None]):
+                self._tell(rank, wait, absent=found)
+
+    def _absent(self, awaited: Place, broke: bool, now: float) -> list[int]:
+        """Return the ranks that have left before they have come to the place."""
+        return [
+            rank
+            for rank, (since, leaver) in self._left.items()
+            if awaited.concerns(rank) and now - since >= awaited.patience(leaver, broke)
         ]
-        if absent or not wait.broke:
-            return {"absent": absent} if absent else None
-        others = self._others(rank)
-        silent = [each for each in others if not self._is_heard(each, wait)]
-        if any(now - max(wait.since, self._asked.get(each, now)) < GRACE for each in silent):
-            return None
+
+    def _settle_broken(self, exchange: _Exchange, asked: float, now: float) -> None:
+        """If the others have had the time to answer what they were asked then, tell those whose waits broke."""
+        silent = sorted(exchange.unheard[asked] - self._gone - {*self._left})
+        if any(now - max(asked, self._asked.get(each, now)) < GRACE for each in silent):
+            return
+        del exchange.unheard[asked]
         self._bury(silent)
-        return {"late": [self._elsewhere(each) for each in others if each not in silent and self._is_late(each, wait)]}
+        late = {rank: self._elsewhere(rank) for rank in self._awaited(exchange) if self._is_late(rank, exchange.place)}
+        for rank, wait in exchange.waits.items():
+            if wait.asked == asked and not wait.is_told:
+                self._tell(rank, wait, late=[text for each, text in late.items() if each != rank])
 
-    def _is_heard(self, rank: int, wait: _Wait) -> bool:
-        """Whether the rank has answered a question asked after this wait broke, and so was alive then."""
-        return rank in self._places and self._places[rank][0] >= wait.since
+    def _tell(self, rank: int, wait: _Wait, **what: Any) -> None:
+        wait.is_told = True
+        self._send([rank], {"event": "told", "about": wait.place.doing, "run": wait.place.run, **what})
 
-    def _is_late(self, rank: int, wait: _Wait) -> bool:
-        place = self._places[rank][1]
-        return not place.waits and (not wait.place.turn or wait.place.misses(rank, place))
+    def _heard(self, rank: int) -> float:
+        """Return when the question was asked that a rank has answered last."""
+        return self._places[rank][0] if rank in self._places else -math.inf
+
+    def _is_late(self, rank: int, awaited: Place) -> bool:
+        place = self._places[rank][1] if rank in self._places else awaited
+        return not place.waits and (not awaited.turn or awaited.misses(rank, place))
 
     def _elsewhere(self, rank: int) -> str:
         """Say where a rank is that does not wait in an exchange of this library."""
@@ -243,6 +313,8 @@ class Coordinator:
 
     def _end(self, run: int | None, what: Message) -> None:
         if run not in self._ends:
+            if run is not FOREVER:  # all ranks have come to it, or to the end of the one before
+                self._ends = {other: end for other, end in self._ends.items() if other is FOREVER or other >= run - 1}
             self._ends[run] = {"event": "end", "run": run, **what}
             self._send(self._ranks, self._ends[run])
 
@@ -251,20 +323,30 @@ class Coordinator:
         self._asked.update(dict.fromkeys(due, now))
         self._send(due, {"event": "where"})
 
-    def _others(self, rank: int) -> list[int]:
-        """Return the ranks that this one waits for, without ranks that have left or died.
+    def _awaited(self, exchange: _Exchange) -> list[int]:
+        """Return the ranks that those in an exchange wait for, without ranks that have left or died.
 
         The threads of a rank may wait for different ranks. A sum between nodes can break though all its ranks live, if
         one of these waits for a dead rank of its own node. The main thread waits for the sum over all ranks, so that
         one counts, too.
         """
-        places = [wait.place for (waiting, _), wait in self._waits.items() if waiting == rank]
-        here = [each for each in self._ranks if each != rank and each not in self._left and each not in self._gone]
-        return [each for each in here if any(place.concerns(each) for place in places)]
+        places = {id(each): each.place for rank in exchange.waits for each in self._waits[rank].values()}.values()
+        here = [each for each in self._ranks if each not in self._left and each not in self._gone]
+        if any(place.members is None for place in places):
+            return here
+        awaited = set[int]().union(*(place.members or () for place in places))
+        return [each for each in here if each in awaited]
 
     def _forget(self, rank: int, doing: str | None = None) -> None:
-        for key in [key for key in self._waits if key[0] == rank and doing in (None, key[1])]:
-            del self._waits[key]
+        """Forget the wait of a rank for a purpose, or all its waits."""
+        waits = self._waits.get(rank, {})
+        for about in list(waits) if doing is None else {doing} & waits.keys():
+            exchange = waits.pop(about)
+            del exchange.waits[rank]
+            if not exchange.waits:
+                del self._exchanges[_key(exchange.place)]
+        if not waits:
+            self._waits.pop(rank, None)
 
     def _name(self, rank: int) -> str:
         return self._names.get(rank, f"rank {rank}")
@@ -275,3 +357,13 @@ class Coordinator:
     def _take(self) -> Sent:
         sent, self._sent = self._sent, []
         return sent
+
+
+def _key(place: Place) -> Any:
+    """Return what is equal for all ranks that wait in the same exchange."""
+    return place.run, place.doing, place.turn, place.failed, place.members and tuple(place.members)
+
+
+def _shared(place: Place, other: Place) -> Place:
+    """Return ``place`` with the counts of ``other`` if they are equal: thousands of ranks may wait at one place."""
+    return replace(place, turns=other.turns) if place.turns == other.turns else place

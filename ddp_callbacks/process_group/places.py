@@ -57,6 +57,10 @@ class Place:
         """Whether this exchange still lacks ``rank``, which is at ``other``."""
         return self.concerns(rank) and other.turns.get(self.doing, 0) < self.turn
 
+    def is_comparable(self, other: Place) -> bool:
+        """Whether both are in the same run, and not there because of a failure."""
+        return self.run == other.run and not self.failed and not other.failed
+
     def patience(self, leaver: Place, at_once: bool = False) -> float:
         """Return the seconds after which a member that has left is surely the missing one.
 

@@ -7,11 +7,14 @@ request sends nothing.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -135,7 +138,10 @@ class Preemption:
             say("signals cannot ask to stop here: only the main thread of a process can handle them")
             return
         for number in self._signals:
-            self._handlers[number] = signal.signal(number, self._note_signal)
+            if _has_other_handler(number):
+                say(f"{signal.Signals(number).name} does not ask to stop: faulthandler, or other code in C, handles it")
+            else:
+                self._handlers[number] = signal.signal(number, self._note_signal)
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -145,3 +151,13 @@ class Preemption:
             os.kill(os.getpid(), number)
         self._signalled = self._signalled or now
         self.request(f"{signal.Signals(number).name}, first seen")
+
+
+def _has_other_handler(number: int) -> bool:
+    """Whether the process catches a signal by a handler that Python doesn't know, and so could not put back."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, None):
+        return False
+    with suppress(OSError):  # without /proc
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_callbacks.environment import SECRET
 from ddp_callbacks.network import is_loopback, own_addresses, route_to
-from ddp_callbacks.process_group.connection import CLOSED_IN_CHILDREN, Connection, Message
+from ddp_callbacks.process_group.connection import CLOSED_IN_CHILDREN, Connection, Message, encode
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
 
 THREAD = "ddp_callbacks control"
@@ -131,14 +132,17 @@ class Server(threading.Thread):
             self._send(self._coordinator.lose(connection.rank, time.monotonic(), why))
 
     def _send(self, sent: Sent) -> None:
-        for rank, message in sent:
-            if rank in self._ranks:
-                self._try(self._ranks[rank], partial(_send_to, message=message))
+        for _, receivers in groupby(sent, lambda each: id(each[1])):
+            data = b""
+            for rank, message in receivers:
+                if rank in self._ranks:
+                    data = data or encode(message)
+                    self._try(self._ranks[rank], partial(_send_to, data=data))
 
 
-def _send_to(connection: Connection, message: Message) -> None:
+def _send_to(connection: Connection, data: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # its last messages, such as a farewell, are still to be received
-        connection.send(message)
+        connection.send_encoded(data)
 
 
 def own_address(host: str) -> str:

@@ -321,10 +321,11 @@ def _lost(metric: Metric, of_ranks: Sequence[dict[str, Any]], is_same_world: boo
 
 def _cannot_continue(metric: Metric, lost: Sequence[str], ranks: int, is_same_world: bool) -> str:
     names = ", ".join(f"{type(metric).__name__}.{name}" for name in lost)
-    why = "holds what cannot be saved" if is_same_world else f"was each process's own in the {ranks} of the run before"
+    own = f"cannot be taken over from the {ranks} process{'es' * (ranks != 1)} of the run before"
     return (
-        f"{names} {why}: in the epoch that was cut, the metric {metric.name} counts only the batches that follow. Keep "
-        "numbers and tensors in a metric, and resume on as many processes; or build it by Torchbearer's decorators."
+        f"{names} {'cannot be saved' if is_same_world else own}: in the epoch that was cut, the metric {metric.name} "
+        "counts only the batches that follow. Keep numbers and tensors in it, and resume on as many processes; or "
+        "build it by Torchbearer's decorators."
     )
 
 

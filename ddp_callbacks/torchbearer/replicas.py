@@ -273,10 +273,6 @@ class StopTogether(DistributedCallback):
         )
         state[STOP_TRAINING] = any(stops)
 
-    def on_end(self, state: State) -> None:
-        if self._checks is not None:
-            self._checks.log_times()
-
     def _mark(self, part: Part | None) -> None:
         if self._checks is not None:
             self._checks.times.mark(part)

@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import hosts, mailbox
+from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.segments import SWITCH
@@ -73,11 +75,20 @@ def have_no_memfd(patch: pytest.MonkeyPatch, rank: int) -> None:
         patch.delattr(os, "memfd_create")
 
 
+def need_larger_pipes(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 1:
+        patch.setattr(mailbox, "_USUAL", 1 << 30)  # than the system gives, as where the user has many pipes already
+
+
 WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], str]] = {
     "shared": (lambda patch, rank: None, "shared memory"),
     "switch": (switch_off, f"gloo: rank 1 shares no memory: {SWITCH}=0 is set"),
     "hosts": (live_on_two_hosts, "gloo: every rank is on a different host"),
     "open": (open_nothing, "gloo: rank 1 shares no memory: [Errno 2] No such file or directory"),
+    "pipes": (
+        need_larger_pipes,
+        "gloo: rank 1 shares no memory: the processes of this user have as many pipes as /proc",
+    ),
     "memfd": (have_no_memfd, "gloo: rank 0 shares no memory: this system has no memfd_create"),
 }
 
@@ -305,6 +316,19 @@ def test_memory_that_cannot_be_had_is_an_error_with_the_remedy() -> None:
         assert said.startswith("no shared memory of 40 bytes for gradients: ")
         assert cause in said and "ulimit -n" in said and f"{SWITCH}=0" in said
         assert descriptors() == before
+
+
+@WORLD
+def test_a_rank_without_a_descriptor_for_a_long_message_says_so_and_the_others_have_it() -> None:
+    broadcast_object("the connections", "a text")
+    limit, rank = resource.getrlimit(resource.RLIMIT_NOFILE), dist.get_rank()
+    probe = os.dup(0)  # the lowest free number
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe if rank == 1 else limit[0], limit[1]))
+    with pytest.raises(OSError, match="Too many open files") if rank == 1 else nullcontext():
+        assert broadcast_object("y" * 100_000, "a long text") == "y" * 100_000
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert broadcast_object("z" * 100_000, "another one") == "z" * 100_000
 
 
 @WORLD

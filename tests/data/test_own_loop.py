@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.commands import run
 from kit.machine import Slowness
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import nn
@@ -290,3 +293,63 @@ def test_the_workers_of_a_loop_that_was_left_end_at_once() -> None:
             gc.collect()
         assert not multiprocessing.active_children()
         assert slowness.took / slowness.factor < MP_STATUS_CHECK_INTERVAL, "torch waits so long for each lost worker"
+
+
+# --- where the time goes ----------------------------------------------------------------------------------------------
+
+# Its parts take a known time, by sleeping.
+LOOP = """
+import time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group, shard_loader
+
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+env = join_process_group()
+model = torch.nn.Linear(4, 1)
+synchronizer = GradientSynchronizer(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = Slow(torch.randn(40, 4), torch.zeros(40, 1))
+training, validation = (shard_loader(DataLoader(data, 2 * (1 + turn))) for turn in range(2))
+for epoch in range(2):
+    for x, y in training:
+        time.sleep(0.05 if env.rank == 1 else 0.01)
+        synchronizer.weigh(1, 2)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.005)
+    with torch.no_grad():
+        for x, y in validation:
+            time.sleep(0.01)
+leave_process_group()
+"""
+STEPS = 40
+# The least seconds of each part, which nothing shortens; a busy machine only adds to them.
+SLEPT = {"loading": 0.004, "between steps": 0.005, "validation": 0.009}  # per step; a validation has half the batches
+
+
+@pytest.mark.slow
+def test_the_report_of_a_loop_says_which_rank_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    said = run(["ddprun", "--nproc-per-node", 2, "train.py"], tmp_path)
+    (folder,) = (tmp_path / "ddprun-logs").iterdir()
+    assert "; rank 1 sets the pace; at most 1." in said and f"; {folder}/report.html" in said
+    ranks = json.loads((folder / "report.json").read_text())["ranks"]
+    assert [rank["steps"] for rank in ranks] == [STEPS, STEPS]
+    for rank, delay in zip(ranks, (0.01, 0.05), strict=True):
+        least = {**SLEPT, "in forward": delay, "waiting": 0.03 if delay == 0.01 else 0.0}
+        found = {part: rank["seconds"][part] / STEPS for part in least}
+        assert all(found[part] > 0.95 * least[part] for part in least), (rank["rank"], found)
+    assert ranks[1]["seconds"]["waiting"] < ranks[0]["seconds"]["waiting"] / 2
+
+
+@pytest.mark.slow
+def test_no_report_on_request(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    said = run(["ddprun", "--nproc-per-node", 2, "--no-report", "train.py"], tmp_path)
+    (folder,) = (tmp_path / "ddprun-logs").iterdir()
+    assert "of training" not in said and {path.name for path in folder.iterdir()} <= {"rank-0.log", "rank-1.log"}

@@ -335,24 +335,6 @@ def test_a_rank_that_dawdles_is_named_with_the_part_of_the_step(name: str) -> No
     assert dist.get_rank() or re.match(rf"rank 1 \(host {HOSTNAME}, pid \d+\) has .*; most of it {part} \(", lines[0])
 
 
-@WORLD.each(RUNS)
-def test_the_times_of_all_ranks_are_logged_at_the_end_on_request(name: str) -> None:
-    second = 1.0 + dist.get_rank()
-    taken = iter([second * n, second * 2 * n, second * 3 * n] for n in (1, 2, 3))  # in 4, 3 and 3 steps
-    with (
-        mock.patch.multiple(replica_checks, FIRST=4, steps_until_next=lambda *_: 3),
-        mock.patch.object(StepTimes, "take", lambda _: next(taken)),
-        mock.patch.object(replica_checks, "_log") as log,
-    ):
-        RUNS[name]("raise")
-    said = [re.sub(r" \(.*?\)", "", text) for call in log.debug.mock_calls for text in call.args]
-    lines = [
-        "rank 0: a step has taken 600 ms between steps, 1200 ms in forward, 1800 ms in backward, on average of 10",
-        "rank 1: a step has taken 1200 ms between steps, 2400 ms in forward, 3600 ms in backward, on average of 10",
-    ]
-    assert said == ([] if dist.get_rank() else lines)
-
-
 # --- at the end of an epoch -------------------------------------------------------------------------------------------
 
 

@@ -297,3 +297,23 @@ def test_a_signal_to_a_script_that_spawns_reaches_its_processes_whose_end_is_its
             next(line for line in lines if line == "ready\n")
         job.terminate()
         assert job.wait(60) == code
+
+
+DUMPED = """
+import faulthandler, os, signal, sys
+from ddp_callbacks import Preemption
+faulthandler.register(signal.SIGUSR1, file=sys.stdout)
+with Preemption() as preemption:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print(preemption.is_requested(), flush=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+print("lives", flush=True)
+"""
+
+
+def test_a_signal_for_which_faulthandler_prints_stacks_still_prints_them(tmp_path: Path) -> None:
+    with start(["python", "-c", DUMPED], tmp_path) as program:
+        printed, _ = program.communicate(timeout=60)
+    assert program.returncode == 0 and printed.endswith("lives\n") and printed.count("most recent call first") == 2
+    assert "False\n" in printed
+    assert "SIGUSR1 does not ask to stop: faulthandler, or other code in C, handles it" in printed

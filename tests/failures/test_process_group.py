@@ -360,7 +360,7 @@ def alone() -> dict[str, list[float]]:
 def test_processes_that_joined_by_hand_train_as_one_process(
     nursery: Nursery, tmp_path: Path, alone: dict[str, list[float]], how: str
 ) -> None:
-    """A Trainer or Fabric trains with the process group that is there, whoever has made it."""
+    """A Trainer or Fabric trains with any process group."""
     ranks = nursery.run(train_by_hand, 2, tmp_path, how, free_port(), deadline=90)
     for number, rank in enumerate(ranks):
         assert "fabric" in rank.notes, rank.stderr

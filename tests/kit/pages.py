@@ -351,13 +351,13 @@ def figures(lines: list[str]) -> list[Figures]:
 
 
 def plain(lines: list[str]) -> list[str]:
-    """Remove what differs between runs: numbers, checksums, widths, bars (which go to another stream) and colours."""
+    """Remove what differs between runs: numbers, checksums, widths, colours, bars, and where the time went."""
     found = []
     for line in lines:
         line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rstrip("\r\n").rpartition("\r")[2])
         line = _NUMBER.sub("#", line).replace("threads", "thread")
         found.append(re.sub(r"([-─━═])\1+", r"\1", " ".join(line.split())))
-    return [line for line in found if line and "%|" not in line]
+    return [line for line in found if line and "%|" not in line and " of training: " not in line]
 
 
 def _lines(output: str) -> list[str]:

@@ -88,7 +88,7 @@ def check(what: str, when: str, node: str, folder: Path, nodes: str, host: Host 
     # A rank that ends late may be killed before its time, and then has no exit code of its own.
     assert code == expected or (when == "late" and what in ("raise", "exit", "memory", "import")), run.text
     assert re.search(f"^ddprun: {says.format(host=node)}$", run.text, re.M), run.text
-    assert len(re.findall(r"^ddprun: rank \d+ on .* failed", run.text, re.M)) == (what != "hang"), run.text
+    assert len(re.findall(r"^ddprun: rank \d+ on \S+ failed", run.text, re.M)) == (what != "hang"), run.text
 
 
 @pytest.mark.cold

@@ -281,14 +281,15 @@ raise ValueError(f"no data for rank {rank}")
 def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_ends_the_job(tmp_path: Path) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
     done = ddprun(*flags, write(tmp_path, KEPT_ALIVE), cwd=tmp_path)
-    kept = "has failed, but a thread or child process of its own keeps it running: ValueError: no data for rank"
+    kept = "has failed, but still runs: ValueError: no data for rank"
+    ends = "ddprun waits 0.5 s for its end: for its threads, child processes and exit handlers"
     said = [line.removeprefix("ddprun: ") for line in done.stderr.splitlines() if line.startswith("ddprun: rank")]
     assert (done.returncode, said) == (
         1,
         [
-            f"rank 0 on localhost {kept} 0. ddprun waits 0.5 s for it",
+            f"rank 0 on localhost {kept} 0. {ends}",
             "rank 0 on localhost failed with exit code 1: ValueError: no data for rank 0; all start again",
-            f"rank 1 on localhost {kept} 1. ddprun waits 0.5 s for it",
+            f"rank 1 on localhost {kept} 1. {ends}",
             "rank 1 on localhost failed with exit code 1: ValueError: no data for rank 1",
         ],
     )
@@ -453,13 +454,14 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
     """`ddprun stacks` shows where ranks are."""
     with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, HANGS)) as run:
         run.await_text("up", 2)
-        asked, refused = ddprun("stacks", cwd=tmp_path), ddprun("join", "-H", "localhost", cwd=tmp_path)
+        run.process.send_signal(signal.SIGTSTP)
+        asked, refused = ddprun("stacks", "ddprun-logs", cwd=tmp_path), ddprun("join", "-H", "localhost", cwd=tmp_path)
         (tmp_path / "now").touch()
         assert run.end() == 0, run.text
     assert re.match(r"rank 0 on localhost, rank 1 on localhost: .*script.py:5 in wait\n", asked.stdout), asked
     assert [line.removeprefix("ddprun: ") for line in run.lines[-2:]] == asked.stdout.splitlines()
     assert refused.stderr == "ddprun: no node can join the job: it was started without --keep-going.\n", refused
-    assert "File" not in run.text
+    assert "File" not in run.text and "ddprun: Ctrl-Z stops no job: " in run.text
     for rank, function in enumerate(("step", "load")):
         (log,) = tmp_path.glob(f"ddprun-logs/*/rank-{rank}.log")
         assert f" in {function}\n" in log.read_text()
@@ -538,17 +540,26 @@ def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_pat
 
 @pytest.mark.cold
 def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> None:
-    """`--setup` runs before each rank."""
+    """`--setup` runs once on each node; what it leaves ends with the job."""
     script = write(tmp_path, "import os, sys; print(os.environ['FLAVOR'], len(os.sched_getaffinity(0)), sys.argv[1:])")
     program(tmp_path / "bin" / "only-here", f'exec {sys.executable} "$@"')
     (tmp_path / "env.sh").write_text(f"echo loaded\nexport FLAVOR='a b' PATH={tmp_path}/bin:$PATH\n")
     (tmp_path / ".bash_profile").write_text("cd /\n")
-    setup = ["--setup", "source ./env.sh;  # mine", "--python", "only-here", "--bind", "core", "-H", "localhost:2"]
+    leaves = "sleep 1000 & (setsid sleep 1000 &) ; echo ran >> runs"
+    setup = [
+        "--setup",
+        f"source ./env.sh; {leaves}  # mine",
+        "--python",
+        "only-here",
+        "--bind",
+        "core",
+        "-H",
+        "localhost:2",
+    ]
     done = ddprun(*setup, script, "it's", cwd=tmp_path, HOME=str(tmp_path))
     cores = len(os.sched_getaffinity(0)) // 2
-    assert (done.returncode, done.stdout.split("\n")[1:]) == (0, [f'[localhost:0] a b {cores} ["it\'s"]', ""]), (
-        done.stderr
-    )
+    assert (done.returncode, done.stdout) == (0, f'[localhost:0] a b {cores} ["it\'s"]\n'), done.stderr
+    assert ((tmp_path / "runs").read_text(), processes_in(tmp_path)) == ("ran\n", {})
     for failing, says in {
         "source no-such-file": "(exit code 1): bash: line 1: no-such-file: No such file or directory",
         "exit 3": "(exit code 3): no output",

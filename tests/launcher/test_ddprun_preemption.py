@@ -205,7 +205,7 @@ sys.exit(75 if rank == "0" else code)
 # How long the second rank takes to end after the first was preempted, its exit code, the job's and what is told.
 SLOW_ENDS = {
     "preempted too": (3, 75, 75, WROTE),
-    "done": (0.7, 0, 75, WROTE),
+    "done": (0.7, 0, 1, "rank 0 on localhost exited with code 75, others with 0, and nobody had asked"),
     "fails": (0.7, 3, 3, "rank 1 on localhost failed with exit code 3: no exception was printed"),
     "never ends": (1000, 75, 143, "did not end within 1 s after another rank was preempted"),
 }

@@ -14,12 +14,14 @@ from kit.paths import ROOT
 
 STATIC = ROOT / "docs" / "_static"
 DRAWINGS: dict[str, Callable[[], str]] = runpy.run_path(str(STATIC / "drawings.py"))["DRAWINGS"]
-GAIN = ROOT / "examples" / "benchmarks" / "gain"
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+STEP_TIME = BENCHMARKS / "step_time"
+GAIN = BENCHMARKS / "gain"
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_drawing_is_what_the_code_draws(name: str) -> None:
-    """Drawings and tables match their data."""
+    """Figures match their data."""
     drawn = DRAWINGS[name]()
     assert (STATIC / f"{name}.svg").read_text() == drawn, "draw it again: python docs/_static/drawings.py"
     assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
@@ -44,3 +46,18 @@ def test_a_page_shows_the_figures_of_the_benchmark_of_local_sgd() -> None:
     shown = _figures(ROOT / "docs" / "how_to" / "communication.md")
     ways = [way for way in measured if way in shown and measured[way]]
     assert len(ways) == 5 and all(shown[way] <= measured[way] for way in ways)
+
+
+def test_the_figure_of_step_times_shows_its_table() -> None:
+    found = (STEP_TIME / "step_time.json").read_text()
+    table = runpy.run_path(str(STEP_TIME / "main.py"))["table"](json.loads(found))
+    assert table in (STEP_TIME / "README.md").read_text()
+    drawn = re.search(rb"tEXtDescription\0(\{.*?\}\})", (STEP_TIME / "step_time.png").read_bytes())
+    assert drawn and json.loads(drawn[1]) == json.loads(found), "draw it again: main.py --draw step_time.json"
+
+
+@pytest.mark.parametrize("name", ["cost", "local_sgd", "recovery", "step_time"])
+def test_a_benchmark_draws_only_where_it_is_told(name: str) -> None:
+    text = (BENCHMARKS / name / "main.py").read_text()
+    assert re.search(r"""add_argument\("--plot", type=Path, help=""", text)
+    assert not re.search(r"""with_name\(\S*\.png""", text)

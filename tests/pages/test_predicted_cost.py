@@ -18,7 +18,8 @@ def test_one_run_on_this_machine(tmp_path: Path) -> None:
     """The benchmark of the cost measures every part of a step."""
     # Without shared memory each process counts as a host, and there is a wire.
     (tmp_path / "net.py").write_text(MODEL)
-    command = ["ddprun", "--nproc-per-node", 2, "--no-prefix", PREDICT, "--model", "net.py:make", "--seconds", "1"]
+    options = ["--model", "net.py:make", "--seconds", "1", "--inexact", "--plot", "predicted.png"]
+    command = ["ddprun", "--nproc-per-node", 2, "--no-prefix", PREDICT, *options]
     environ = environment() | {"PWD": str(tmp_path), "DDP_CALLBACKS_SHARED_MEMORY": "0"}
     text = finish(start(command, tmp_path, env=environ))
     assert row(text, "gradients,") == ["gradients,", "MB", "1.2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -85,6 +86,7 @@ DIED = to_all(event="end", run=FOREVER, kind="gone", ranks=[1])
 LEFT = [told(0, "a sum", absent=[1])]
 LATE = [f"{name} is not in any collective of ddp_callbacks: it last was in a sum, and is at a.py:3." for name in NAMES]
 WHERE = {"event": "where"}
+ELSEWHERE = LATE[0].replace(NAMES[0], "rank 0")
 
 # Events: the time, the rank (None: time alone), what it says (None: its connection ends), and what follows.
 TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
@@ -202,7 +204,12 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
     "all put": [
         (1, 2, put("x", "c"), []),
         (1, 0, put("x", "a"), []),
-        (2, 1, put("x", "b"), to_all(**said("gathered", "x", values=["a", "b", "c"]))),
+        (2, 1, put("x", "b"), to_all(**said("gathered", "x", values=["a", "b", "c"], times=1))),
+    ],
+    "all put the same": [
+        (1, 2, put("x", [7]), []),
+        (1, 0, put("x", [7]), []),
+        (2, 1, put("x", [7]), to_all(**said("gathered", "x", values=[[7]], times=3))),
     ],
     "one of two asks, and both put": [
         (1, 0, ask(7, "v", [0, 2]), [(rank, said("asked", "v", note=7)) for rank in (0, 2)]),
@@ -211,7 +218,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
             2,
             2,
             put("v", False, [0, 2]),
-            [(rank, said("gathered", "v", values=[True, False])) for rank in (0, 2)],
+            [(rank, said("gathered", "v", values=[True, False], times=1)) for rank in (0, 2)],
         ),
     ],
     "two ask, and one has left": [
@@ -219,7 +226,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (2, 0, ask("why"), to_all(**said("asked", "s", note="why"))),
         (2, 2, ask("too late"), []),
         (3, 0, put("s", 5), []),
-        (3, 2, put("s", 4), to_all(**said("gathered", "s", values=[5, None, 4]))),
+        (3, 2, put("s", 4), to_all(**said("gathered", "s", values=[5, None, 4], times=1))),
     ],
     "an unknown event": [(1, 0, {"event": "nonsense"}, []), (1, 0, {}, [])],
 }
@@ -247,6 +254,32 @@ def test_a_rank_that_joins_late_hears_what_has_happened() -> None:
     made.receive(0, ask("why"), 0.0)
     sent = made.receive(1, {"event": "join", "name": "late"}, 3.0)
     assert [message["event"] for rank, message in sent if rank == 1] == ["end", "asked", "names"]
+
+
+def test_failures_of_runs_that_all_have_left_are_forgotten() -> None:
+    made = coordinator()
+    for run in range(60):
+        assert made.receive(1, failure(run, 1), float(run)) == ended(run, 1)
+    assert made.receive(2, failure(59, 2), 61.0) == made.receive(2, failure(58, 2), 62.0) == []
+    late = made.receive(0, {"event": "join", "name": NAMES[0]}, 63.0)
+    assert [message["run"] for rank, message in late if rank == 0 and message["event"] == "end"] == [58, 59]
+
+
+def test_thousands_of_ranks_cost_rank_0_no_more_for_each_message_than_a_few() -> None:
+    """Rank 0 serves thousands of ranks."""
+    size, begin = 2048, time.process_time()
+    made = Coordinator(size)
+    for rank in range(size):
+        made.receive(rank, {"event": "join", "name": f"rank {rank}"}, 0.0)
+    for rank in range(2, size):
+        assert made.receive(rank, wait("a sum"), 1.0) == []
+    assert len(made.lose(1, 1.5)) == size
+    asked = [made.receive(rank, wait("a sum", broke=True), 2.0) for rank in range(2, size)]
+    assert [len(sent) for sent in asked] == [size - 2] + [0] * (size - 3)
+    told = [message for rank in range(2, size) for _, message in made.receive(rank, place(waits=True), 3.0)]
+    told += [message for _, message in made.receive(0, place(), 3.5)]
+    assert [message["late"] for message in told if message["event"] == "told"] == [[ELSEWHERE]] * (size - 2)
+    assert time.process_time() - begin < 20  # 1 s; with all pairs of ranks, an hour
 
 
 # --- connections ------------------------------------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.requests import new_folder
+from ddp_callbacks.launcher.options import parse_options
+from ddp_callbacks.launcher.output import Output, Terminal, terminal_size
+from ddp_callbacks.reporting.requests import new_folder
 
 
 class Shown(Terminal):
@@ -105,6 +108,23 @@ def test_a_full_disk_is_noted_and_ends_nothing(tmp_path: Path) -> None:
         terminal.tell("a", 0, "o", b"one\n", b"two\n")
     assert terminal.said["o"] == b"[a:0] one\n[a:0] two\n"
     assert terminal.said["e"].endswith(b"rank-0.log is not complete: No space left on device\n")
+    assert terminal.output.problem.endswith("rank-0.log is not complete: No space left on device")
+
+
+def test_a_line_after_an_answer_that_was_typed_has_its_prefix(tmp_path: Path) -> None:
+    with Shown(tmp_path) as terminal:
+        terminal.tell("a", 0, "o", b"name? ")
+        terminal.output.begin_lines()
+        terminal.tell("a", 0, "o", b"got Bob\n")
+    assert terminal.said["o"] == b"[a:0] name? [a:0] got Bob\n"
+
+
+@pytest.mark.parametrize(("columns", "left"), [(0, 66), (20, 6), (10, 1)])
+def test_a_rank_s_terminal_leaves_room_for_the_prefix(columns: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1))
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((columns, 0)))
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal_size(parse_options(["-H", "localhost", "t.py"], {})) == (24, left)
 
 
 def test_a_rank_that_moves_to_another_node_has_that_node_s_name(tmp_path: Path) -> None:

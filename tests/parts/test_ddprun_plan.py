@@ -273,8 +273,8 @@ def test_a_set_up_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) ->
         asyncio.run(start())
 
 
-def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/it's here")
+def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path) -> None:
+    environ = {"LD_LIBRARY_PATH": "/it's here", "BASH_FUNC_f%%": "() { :; }"}
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$LD_LIBRARY_PATH"\n')
     python.chmod(0o755)
@@ -284,8 +284,16 @@ def test_python_gets_the_libraries_that_it_needs_itself(tmp_path: Path, monkeypa
             shell.stdin.write(remote.FIRST_LINE)
             shell.stdin.flush()
             assert shell.stdout.readline() == remote.READY + b"\n"
-            said, _ = shell.communicate(remote.opening(NodePlan("h", python=str(python), cwd="/", setup=setup)))
+            said, _ = shell.communicate(
+                remote.opening(NodePlan("h", python=str(python), cwd="/", setup=setup), environ)
+            )
         assert said == b"/it's here\n"
+
+
+def test_a_key_that_others_may_read_is_told_in_ssh_s_words() -> None:
+    said = ["Permissions 0644 for '/me/key' are too open.", "me@h: Permission denied (publickey)."]
+    says = "ssh does not use your key: Permissions 0644 for '/me/key' are too open. Let nobody else read it (chmod 600)"
+    assert remote.explain(NodePlan("h"), 255, said) == says
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,18 @@ LOSSES: dict[str, tuple[list[Report], list[str], int, list[str]]] = {
         75,
         [f"{ONE} 2 processes", "preempted, checkpoint written"],
     ),
+    "none, and some are preempted by themselves": (
+        [*ALL, done(0), done(1, 75), done(2)],
+        [exited(0), "ask", "end"],
+        1,
+        ["rank 1 on h2 exited with code 75, others with 0, and nobody had asked"],
+    ),
+    "none, and some are preempted when all are asked": (
+        [*ALL, ASKED, done(0), done(1, 75), done(2)],
+        ["stop: SIGTERM on h2", "end"],
+        75,
+        ["stopped by SIGTERM on h2: preempted, checkpoint written"],
+    ),
     "all, one by one": (
         [*ALL, killed(0), killed(1), killed(2)],
         [members(1, 1, 2), "replace 0", members(2, 2), "replace 1", "end"],

@@ -21,7 +21,7 @@ def test_every_address_of_every_interface_is_known() -> None:
         found["local"]: link["ifname"] for link in json.loads(said) for found in link["addr_info"] if "local" in found
     }
     assert own_addresses() == expected
-    assert facts(0)["interfaces"] == expected  # what ddprun doctor sees of a node, without this library
+    assert facts("1", 0, "", "")["interfaces"] == expected  # what ddprun doctor sees of a node, without this library
 
 
 def test_the_route_to_an_address_names_the_interface() -> None:

@@ -11,7 +11,21 @@ from pathlib import Path
 import predict
 import pytest
 from calibration import load_training
-from cost import BF16, EXACT, Calibration, FilledBucket, Job, Layout, Machine, choose, diloco, step_time
+from cost import (
+    BF16,
+    EXACT,
+    Calibration,
+    FilledBucket,
+    Job,
+    Layout,
+    Machine,
+    choose,
+    diloco,
+    shared,
+    step_time,
+    times_as_fast,
+)
+from predict import gain_sentence
 from screen import Screen
 
 from ddp_callbacks.errors import ConfigurationError
@@ -52,15 +66,30 @@ def test_the_tables_hold_what_the_model_says(tmp_path: Path, capsys: pytest.Capt
     text = printed.getvalue()
     predicted = step_time(TWO_HOSTS.machine, JOB, Layout(2, 4), EXACT)
     assert row(text, "exact") == ["exact", "200.0", f"{predicted * 1e3:.1f}", f"{predicted / 0.2 - 1:+.0%}"]
-    times = [step_time(TWO_HOSTS.machine, JOB, Layout(1024, 4), sync) for sync in (EXACT, BF16, diloco(50))]
-    cells = [cell for time in times for cell in (f"{time:.3g}", f"{0.1 / time:.0%}")]
-    assert row(text, "1,024") == ["1,024", "4,096", *cells]
+    machine, here = TWO_HOSTS.machine, Layout(2, 4)
+    step = step_time(machine, shared(JOB, 2 / 1024), Layout(1024, 4), EXACT)
+    times = [times_as_fast(machine, JOB, here, 1024, EXACT, grows=grows) for grows in (False, True)]
+    assert row(text, "1,024") == ["1,024", "4,096", f"{step:.3g}", *(f"{each:.2f}" for each in times)]
+    assert "recommended" not in text and "DiLoCo" not in text
     assert "Assumptions: equal hosts" in text and "Assumed: " not in text
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     predict.show(TWO_HOSTS, predict.parse(["--json"]), Screen(printed))
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["machine"]["memory_bandwidth"] is None
     assert found["predicted"][1]["exact"][0] == predicted
+
+
+def test_a_divided_batch_gains_less_than_one_that_grows() -> None:
+    machine = Machine(0.0, 2.1e9)  # the gradients take 10 ms of a host's link for each host, and twice that at most
+    alone = step_time(machine, shared(JOB, 2), Layout(1), EXACT)
+    assert alone == pytest.approx(0.19)  # of which 10 ms follow backward
+    divided, grown = (times_as_fast(machine, JOB, Layout(2), 8, EXACT, grows=grows) for grows in (False, True))
+    assert 1 < divided < 6 < grown < 8
+    assert divided == alone / step_time(machine, shared(JOB, 0.25), Layout(8), EXACT)
+    said = gain_sentence(machine, JOB, Layout(2))
+    assert said.startswith("With the batch divided, 32 hosts are 5.6 times as fast as one; twice as many are not 1.10")
+    slow = gain_sentence(Machine(0.0, 1e7), JOB, Layout(2))
+    assert slow.startswith("With the batch divided, no number of hosts is worth it: two are 0.")
 
 
 def test_a_network_that_is_not_there_is_assumed_and_said() -> None:

@@ -30,7 +30,7 @@ def test_messages_and_metadata_ask_for_the_same_versions() -> None:
 def test_a_newer_torch_than_tested_is_used_and_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """A torch newer than the tested ones is used, and a warning names a tested one."""
+    """A warning names tested versions of torch."""
     monkeypatch.setitem(versions.SUPPORTED, "torch", ">=2.0,<2.2")
     versions._warn_of_an_untested.cache_clear()
     for _ in range(2):

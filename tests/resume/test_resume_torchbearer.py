@@ -268,7 +268,7 @@ def test_a_metric_of_a_class_of_the_users_goes_on_in_mid_epoch_or_is_named(tmp_p
     for name, kind in (("cut", Total), ("object", InAnObject), ("moved", Total)):
         assert measured(folders[name], kind, 1) is None
     assert measured(folders["cut"], Total, None) == expected
-    with pytest.warns(UserWarning, match=r"InAnObject.sums holds what cannot be saved: .* the metric own counts only"):
+    with pytest.warns(UserWarning, match=r"InAnObject.sums cannot be saved: .* the metric own counts only"):
         assert measured(folders["object"], InAnObject, None) != expected
     run_distributed(measured_elsewhere, 2, folders["moved"])
 
@@ -280,7 +280,7 @@ def measured_elsewhere(folder: str) -> None:
         measured(folder, Total, None)
     said = [str(warning.message) for warning in caught if "the metric own counts only" in str(warning.message)]
     assert len(said) == (get_rank() == 0)
-    assert all(text.startswith("Total.count, Total.total was each process's own") for text in said)
+    assert all(text.startswith("Total.count, Total.total cannot be taken over from the 1 process of") for text in said)
 
 
 class Unreadable(TensorDataset):

@@ -129,7 +129,7 @@ def test_a_failure_in_a_process_that_fabric_has_started_ends_all(call: str, tmp_
 
 
 UNEDITED = """
-import sys
+import os, sys
 import torch, torchbearer
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -149,15 +149,20 @@ def fit(**options):
     pl.Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0, **silent, **options).fit(module, rows(32))
     return sum_of(module)
 
-def run():
+def run(resumes=False):
+    callbacks = []
+    if resumes and "DDP_CALLBACKS_AUTO" in os.environ:
+        from ddp_callbacks.torchbearer import Resume
+        callbacks = [Resume("run.pt")]
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 1).double()
     pairs = [(row, row.sum(0, keepdim=True)) for row in rows(4).dataset]
-    trial = torchbearer.Trial(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss(), ["loss"], verbose=0)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    trial = torchbearer.Trial(model, sgd, torch.nn.MSELoss(), ["loss"], callbacks=callbacks, verbose=0)
     trial.with_train_generator(DataLoader(pairs, 8)).to(torch.float64).run(2)
     return sum_of(model)
 
-sums = [fit(), fit(), run(), run()]
+sums = [fit(), fit(), run(), run(resumes=True)]
 if "ddp_callbacks.lightning" in sys.modules:
     from ddp_callbacks.lightning import DDPCallback
     assert sums[0] == fit(strategy="ddp_callbacks") == fit(callbacks=[DDPCallback()])

@@ -306,7 +306,8 @@ def told(run: Callable[[], Any]) -> str:
     """What a run warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", "the (gradient of the first batch|data set is not the same)")
+        for begins in ("gradient of the first batch", "data set is not the same", "mean over the processes"):
+            warnings.filterwarnings("always", f"the {begins}")
         found = outcome(run)
     return found + "".join(str(each.message) for each in caught)
 
@@ -367,9 +368,27 @@ class Counts(Net):
         self.log_dict({"noise": torch.rand(()), "zero": outputs.sum() * 0, "centred": (outputs - outputs.mean()).sum()})
         self.log("samples", float(len(batch[0])), reduce_fx="sum")
         self.log("weighed", outputs.mean(), batch_size=1)
+        if len(batch[0]) == 8:
+            self.log_dict({"by the whole": 1.0, "infinite": float("inf")})
         return super().training_step(batch, batch_idx)
 
 
+class Judges(KnownOnly):
+    """Its validation logs a mean over the samples, one over the known targets, and a count."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hits = (self(batch[0]).argmax(1) == batch[1]).double()
+        self.log("accuracy", hits.mean(), batch_size=len(hits))
+        self.log("loss of known", F.cross_entropy(self(batch[0]), batch[1], ignore_index=0))
+        self.log("count", float(len(hits)), batch_size=1)
+        self.log("spread", hits.std(correction=0))
+
+
+def judge(**options: Any) -> str:
+    return told(lambda: fit(CallbackStrategy(**options), Judges(), loader(29, 8), loader(13, 7, 9)))
+
+
+JUDGED = "the mean over the processes of what validation_step logs for its first batch is not that of one process: "
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
@@ -378,7 +397,17 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "counts that are logged": (
         lambda: trainer_tells(Counts()),
-        "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129). Log",
+        "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129), "
+        "by the whole (0 for 1), infinite (0 for inf). Log",
+    ),
+    "a validation, by weight": (
+        lambda: judge(weight=lambda batch: (batch[1] != 0).sum()),
+        f"{JUDGED}accuracy (0.2 for 0.1429), spread (0.4 for 0.3499). Log",
+    ),
+    "a validation that is to be silent": (lambda: judge(verify=None), ""),
+    "what is logged with a wrong weight": (
+        lambda: trainer_tells(Net(), weight=lambda batch: (batch[1] > 1).sum() + 1),
+        "x",
     ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),

@@ -33,7 +33,7 @@ class Ending:
 
     Attributes:
         grace: Seconds from a request to stop to SIGKILL; ``None``: :data:`GRACE`.
-        spared: Ids of child processes that are not part of the job.
+        spared: Ids of processes that do not end with the ranks: of their store, and what ``--setup`` has left.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MFD_CLOEXEC = 1
+# Pipes of a rank beside its output, each with the variable that names it.
+_PIPES = {"s": "DDP_CALLBACKS_STACKS", "f": "TORCHELASTIC_ERROR_FILE", "r": "DDP_CALLBACKS_REPORT"}
 
 
 def adopt_orphans() -> None:
@@ -82,11 +84,11 @@ class StartRanks(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """A rank that runs here, and the write ends of the pipes for its failure's record and its threads' stacks."""
+    """A rank that runs here, and the write ends of its pipes beside its output."""
 
     number: int
     process: subprocess.Popen[bytes]
-    pipes: tuple[int, int]
+    pipes: list[int]
 
 
 def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]:
@@ -99,18 +101,18 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
     Returns:
         The process, and the descriptors from which to read its streams, see :mod:`ddp_callbacks.launcher.node`.
     """
-    record, stacks = os.pipe(), os.pipe()
+    pipes = {stream: os.pipe() for stream in _PIPES}
     errors = _stream(how.size)
     output = errors if how.one_stream else _stream(how.size)
-    own = {"TORCHELASTIC_ERROR_FILE": record[1], "DDP_CALLBACKS_STACKS": stacks[1], "DDP_CALLBACKS_NEWS": news}
+    own = {"DDP_CALLBACKS_NEWS": news} | {_PIPES[stream]: pipes[stream][1] for stream in pipes}
     files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
     process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
     for descriptor in {taken, output[1], errors[1]} - {subprocess.DEVNULL}:
         os.close(descriptor)
-    streams = {output[0]: "o", errors[0]: "e", stacks[0]: "s", record[0]: "f"}
+    streams = {output[0]: "o", errors[0]: "e"} | {pipes[stream][0]: stream for stream in pipes}
     for descriptor in streams:
         os.set_blocking(descriptor, False)
-    return Rank(how.rank, process, (record[1], stacks[1])), streams
+    return Rank(how.rank, process, [end for _, end in pipes.values()]), streams
 
 
 def _stream(size: tuple[int, int] | None) -> tuple[int, int]:

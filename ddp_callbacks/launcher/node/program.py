@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -127,6 +128,7 @@ class Node(Answers):
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (how.environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
             self._start_store(how.store)
+            self._ending.spared = descendants()
             cores = cores_of_ranks(how.bind, len(how.ranks))
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
@@ -135,7 +137,8 @@ class Node(Answers):
                 self._start_rank(rank, DEVNULL if rank else self._open_input(how.stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
-            self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if error.filename else ''}"))
+            is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+            self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
             return
         self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")))
         self._ending.stop_again()
@@ -189,8 +192,13 @@ class Node(Answers):
 
     def end(self, seconds: float) -> None:
         """End the job: SIGTERM, and SIGKILL after ``seconds``."""
-        self._leaves = True
+        self._leave()
         self._ending.end(seconds)
+
+    def _leave(self) -> None:
+        """End with the ranks, and end what ``--setup`` has left."""
+        self._leaves = True
+        self._ending.spared &= {self._store.pid if self._store else 0}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +210,6 @@ class Node(Answers):
         self._store = start(
             words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
         )
-        self._ending.spared = {self._store.pid}
 
     def _open_input(self, inherited: int | None) -> int:
         """Return what rank 0 reads as its standard input."""
@@ -313,16 +320,15 @@ class Node(Answers):
         for call, question, values, named in self._link.messages():
             self._question = question
             try:
-                answer = getattr(self, call)(
-                    *values, **named
-                )  # the launcher sends the names of these methods, no others
+                # The launcher sends the names of these methods, no others.
+                answer = getattr(self, call)(*values, **named)
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
                 self._link.answer(self._question, answer)
 
     def _lose_launcher(self, grace: float) -> None:
-        self._leaves = True
+        self._leave()
         if self._ending.grace is None:
             self._ending.end(grace)
         else:

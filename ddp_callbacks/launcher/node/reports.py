@@ -9,8 +9,9 @@ class Wrote(NamedTuple):
     """Output of a rank.
 
     Its stream is ``o`` (standard output), ``e`` (standard error, or both if they are one), ``s`` (the stacks of its
-    threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
-    :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready).
+    threads, as Python's faulthandler writes them), ``f`` (the record of its failure, see
+    :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready) or ``r`` (where its time goes, see
+    :mod:`ddp_callbacks.reporting`).
     """
 
     rank: int
@@ -72,9 +73,11 @@ class Stacks(NamedTuple):
     """The ranks have had time to write their stacks."""
 
 
-class Stopped(NamedTuple):
-    """The job was asked to stop."""
+class Says(NamedTuple):
+    """A line to print."""
+
+    text: str
 
 
-Report: TypeAlias = Wrote | Started | Ended | Asked | Problem | Beat | Done | Closed | Request | Stacks | Stopped
+Report: TypeAlias = Wrote | Started | Ended | Asked | Problem | Beat | Done | Closed | Request | Stacks | Says
 KINDS = {kind.__name__: kind for kind in (Wrote, Started, Ended, Asked, Problem, Done)}

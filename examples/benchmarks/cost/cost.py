@@ -21,9 +21,10 @@ then takes its turn on the network, and is finally delivered. On a single host, 
 
 [Note: what the model assumes]
 All hosts are equal and have one link each, and the network carries all of them at full rate at the same time (full
-bisection bandwidth). No process is late: a step takes equally long on each. The batch per process is constant (weak
-scaling). The model ignores the processor time that sums take from backward. The latency of the rings grows with the
-number of hosts; that of a tree would grow with its logarithm.
+bisection bandwidth). No process is late: a step takes equally long on each. Computing takes as long as it has samples:
+a batch that is divided among twice as many processes takes half as long. The model ignores the processor time that sums
+take from backward. The latency of the rings grows with the number of hosts; that of a tree would grow with its
+logarithm.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -164,6 +165,26 @@ def compute_time(machine: Machine, job: Job, layout: Layout) -> float:
 def efficiency(machine: Machine, job: Job, layout: Layout, sync: Sync) -> float:
     """The fraction of a step that is not lost to synchronization. 1 is linear weak scaling."""
     return compute_time(machine, job, layout) / step_time(machine, job, layout, sync)
+
+
+def shared(job: Job, share: float) -> Job:
+    """The step of a process that has ``share`` times as many samples. What follows backward takes as long as before."""
+    buckets = tuple(FilledBucket(bucket.nbytes, bucket.full * share) for bucket in job.buckets)
+    return replace(job, compute=(job.compute - job.after) * share + job.after, buckets=buckets)
+
+
+def times_as_fast(machine: Machine, job: Job, here: Layout, hosts: int, sync: Sync, *, grows: bool) -> float:
+    """How many times as many samples per second ``hosts`` compute as one host does.
+
+    Args:
+        here: Where ``job`` was measured; all its processes together have the whole batch.
+        grows: Whether the batch grows with the hosts; otherwise it is divided among them.
+    """
+    layout = replace(here, hosts=hosts)
+    alone = step_time(machine, shared(job, here.hosts), replace(here, hosts=1), EXACT)
+    if grows:
+        return hosts * alone / step_time(machine, shared(job, here.hosts), layout, sync)
+    return alone / step_time(machine, shared(job, here.hosts / hosts), layout, sync)
 
 
 def sum_time(machine: Machine, job: Job, layout: Layout) -> float:

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="calibrations of each layout (default 3)")
     parser.add_argument("--seconds", type=float, default=30.0, help="about how long each takes (default 30)")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"], help="of the links; none: one host only")
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("cost.png"))
+    parser.add_argument("--plot", type=Path, help="where to draw it; cost.png, to show it in README.md")
     arguments = parser.parse_args()
     found: dict[Case, list[Calibration]] = {case: [] for case in cases(arguments.rates)}
     for turn in range(arguments.turns):
@@ -121,8 +121,9 @@ def main() -> None:
     print(table(found))
     last = found[cases(arguments.rates)[-3]][-1]  # on the smallest layout of the last rate
     if last.layout.hosts > 1:
-        plot(last.machine, last, (EXACT, BF16, diloco(50)), arguments.plot)
-        print(f"\n{growth(last)}\n\nplot: {arguments.plot}")
+        print(f"\n{growth(last)}")
+        if arguments.plot:
+            plot(last.machine, last, (EXACT, BF16, diloco(50)), arguments.plot)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from calibration import calibrate, load_training
-from cost import BF16, EXACT, Calibration, Job, Layout, Machine, Sync, choose, diloco, efficiency, step_time
+from cost import (
+    BF16,
+    EXACT,
+    Calibration,
+    Job,
+    Layout,
+    Machine,
+    Sync,
+    choose,
+    diloco,
+    efficiency,
+    shared,
+    step_time,
+    times_as_fast,
+)
 from screen import Screen, Side, Table
 
 from ddp_callbacks import join_process_group, leave_process_group
@@ -31,9 +45,10 @@ HOSTS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED_LATENCY = 50e-6  # seconds
 ASSUMED_BANDWIDTH = 10e9 / 8  # bytes per second
 ASSUMPTIONS = (
-    "Assumptions: equal hosts with one link each; a network that serves all of them at full rate; no stragglers; the "
-    "same batch per process at every size; gloo's ring all-reduce, whose latency grows with the number of hosts."
+    "Assumptions: equal hosts with one link each; a network that serves all of them at full rate; no stragglers; "
+    "computing takes as long as it has samples; gloo's ring all-reduce, whose latency grows with the number of hosts."
 )
+WORTH = 1.1  # times as fast: what twice as many hosts must be
 NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplotlib"
 
 
@@ -53,10 +68,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a perceptron)")
     parser.add_argument("--seconds", type=float, default=40.0, help="roughly how long to measure (default: 40)")
+    parser.add_argument("--inexact", action="store_true", help="also bf16 and DiLoCo, which give other numbers")
     parser.add_argument("--every", type=int, default=50, help="steps between two syncs of DiLoCo (default: 50)")
     parser.add_argument("--latency", type=float, metavar="MICROSECONDS", help="of the network (default: measured)")
     parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="Gbit/s per host (default: measured)")
-    parser.add_argument("--plot", default="predicted.png", help="where to draw the plot (default: predicted.png)")
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the efficiency at a constant batch per process")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     arguments = parser.parse_args(argv)
     if arguments.every < 2:
@@ -75,15 +91,21 @@ def progress(share: float, doing: str) -> None:
 def show(found: Calibration, arguments: argparse.Namespace, screen: Screen) -> None:
     """Print the results, and draw the plot."""
     machine, remarks = with_network(found, arguments.latency, arguments.bandwidth)
-    syncs = (EXACT, BF16, diloco(arguments.every))
+    syncs = (EXACT, BF16, diloco(arguments.every)) if arguments.inexact else (EXACT,)
     if arguments.json:
-        hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
+        rows = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
+        gains = [{"times as fast": _gains(machine, found, count, syncs)} for count in HOSTS]
+        hosts = [row | gain for row, gain in zip(rows, gains, strict=True)]
         print(json.dumps(_finite({"calibration": asdict(found), "machine": asdict(machine), "predicted": hosts})))
         return
-    for table in (parts_table(machine, found), check_table(found), growth_table(machine, found, syncs)):
+    for table in (parts_table(machine, found), check_table(found), gain_table(machine, found, syncs)):
         screen.table(table)
-    for line in (*remarks, ASSUMPTIONS, *sentences(machine, found.job, found.layout, syncs)):
+    lines = [gain_sentence(machine, found.job, found.layout)]
+    lines += sentences(machine, found.job, found.layout, syncs) if arguments.inexact else []
+    for line in (*remarks, ASSUMPTIONS, *lines):
         screen.line(line)
+    if not arguments.plot:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         screen.line(f"No plot: {NO_MATPLOTLIB}")
         return
@@ -140,17 +162,29 @@ def check_table(found: Calibration) -> Table:
     return table
 
 
-def growth_table(machine: Machine, found: Calibration, syncs: Sequence[Sync]) -> Table:
-    """Seconds per step and efficiency, by the number of hosts."""
-    heads: list[tuple[str, Side]] = [
-        (f"{sync.name}, {what}", "right") for sync in syncs for what in ("s/step", "efficiency")
-    ]
+def gain_table(machine: Machine, found: Calibration, syncs: Sequence[Sync]) -> Table:
+    """By the number of hosts: how many times as fast as one, if the batch is divided, and if it grows."""
+    names = ("batch divided: s/step", "times", "it grows: times")
+    heads: list[tuple[str, Side]] = [(f"{sync.name}, {name}", "right") for sync in syncs for name in names]
     table = Table(("hosts", "right"), ("ranks", "right"), *heads)
     for count in HOSTS:
-        layout, row = Layout(count, found.layout.ranks_per_host), _row(machine, found, count, syncs)
-        cells = [cell for seconds, share in row.values() for cell in (f"{seconds:.3g}", f"{share:.0%}")]
+        layout = Layout(count, found.layout.ranks_per_host)
+        job = shared(found.job, found.layout.hosts / count)
+        cells = []
+        for sync, (divided, grown) in zip(syncs, _gains(machine, found, count, syncs).values(), strict=True):
+            cells += [f"{step_time(machine, job, layout, sync):.3g}", f"{divided:.2f}", f"{grown:.2f}"]
         table.add_row(f"{count:,}", f"{layout.ranks:,}", *cells)
     return table
+
+
+def gain_sentence(machine: Machine, job: Job, here: Layout) -> str:
+    """How far more hosts pay, if they divide the batch and sum exactly."""
+    gains = [times_as_fast(machine, job, here, count, EXACT, grows=False) for count in HOSTS]
+    last = next(i for i in range(len(HOSTS)) if gains[i + 1 :][:1] < [WORTH * gains[i]])
+    if HOSTS[last] == 1:
+        return f"With the batch divided, no number of hosts is worth it: two are {gains[1]:.2f} times as fast as one."
+    rest = "" if last + 1 == len(HOSTS) else f"; twice as many are not {WORTH:.2f} times as fast as these"
+    return f"With the batch divided, {HOSTS[last]:,} hosts are {gains[last]:.1f} times as fast as one{rest}."
 
 
 def sentences(machine: Machine, job: Job, here: Layout, syncs: Sequence[Sync]) -> list[str]:
@@ -222,6 +256,15 @@ def _row(machine: Machine, found: Calibration, hosts: int, syncs: Sequence[Sync]
         sync.name: (step_time(machine, found.job, layout, sync), efficiency(machine, found.job, layout, sync))
         for sync in syncs
     }
+
+
+def _gains(machine: Machine, found: Calibration, hosts: int, syncs: Sequence[Sync]) -> dict[str, tuple[float, float]]:
+    """How many times as fast as one host, with the batch divided and grown, by the name of the synchronization."""
+    divided, grown = (
+        [times_as_fast(machine, found.job, found.layout, hosts, sync, grows=grows) for sync in syncs]
+        for grows in (False, True)
+    )
+    return {sync.name: pair for sync, *pair in zip(syncs, divided, grown, strict=True)}
 
 
 def _finite(value: Any) -> Any:

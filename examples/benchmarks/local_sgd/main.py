@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help=f"blocks of {EVERY} steps per way and seed (default 8)")
     parser.add_argument("--seeds", type=int, default=3, help="how often everything is trained (default 3)")
     parser.add_argument("--batch", type=int, default=64, help="samples of a step, over all processes (default 64)")
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("local_sgd.png"))
+    parser.add_argument("--plot", type=Path, help="where to draw it; local_sgd.png, to show it in README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # A model that has learned its data makes denormal numbers, with which processors are slow; the ways come to that
@@ -237,9 +237,8 @@ def main() -> None:
         train_all(seed, arguments, results)
         if env.rank == 0:
             print(f"{seed + 1} of {arguments.seeds} seeds\n{table(results)}", flush=True)
-    if env.rank == 0:
+    if env.rank == 0 and arguments.plot:
         plot(results, arguments.plot)
-        print(f"plot: {arguments.plot}")
     leave_process_group()
 
 

@@ -29,7 +29,7 @@ STEPS, EPOCHS = 100, 6  # steps of an epoch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("recovery.png"))
+    parser.add_argument("--plot", type=Path, help="where to draw it; recovery.png, to show it in README.md")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -45,8 +45,8 @@ def main() -> None:
     for way, times in found.items():
         columns = (f"{statistics.median(column):.2f} | {max(column):.2f}" for column in zip(*times, strict=True))
         print(f"| {way} | {' | '.join(columns)} |")
-    plot(found, options.plot)
-    print(f"plot: {options.plot}")
+    if options.plot:
+        plot(found, options.plot)
 
 
 def time_of_death(flags: list[str], step: int) -> tuple[float, float]:

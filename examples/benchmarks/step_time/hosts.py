@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from main import BASELINE, WORKLOADS, Batch, Step, make_step, plot, table, time_rounds
+from main import BASELINE, WORKLOADS, Batch, Step, make_step, plot, summary, table, time_rounds
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,9 +57,9 @@ def main() -> None:
     workload = next(workload for workload in WORKLOADS if workload.name == "MLP, 5.8 M")
     results = {workload.name: time_rounds(workload, arguments.rounds, arguments.block_seconds, ways)}
     if env.rank == 0:
-        print(table(results), flush=True)
+        print(table(summary(results)), flush=True)
         if arguments.plot:
-            plot(results, arguments.plot)
+            plot(summary(results), arguments.plot, dist.get_world_size())
     leave_process_group()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import os
 import statistics
 import time
@@ -33,6 +34,7 @@ BASELINE = "DDP"
 CPU = torch.device("cpu")
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[], None]
+Summary = dict[str, dict[str, list[float]]]
 
 
 class GRUClassifier(nn.Module):
@@ -181,36 +183,44 @@ def ratios(times: dict[str, list[float]]) -> dict[str, tuple[float, float, float
     }
 
 
-def table(results: dict[str, dict[str, list[float]]]) -> str:
-    lines = ["| model | way | median step, ms | ratio to DDP, median | quartiles |", "|---|---|---|---|---|"]
+def summary(results: dict[str, dict[str, list[float]]]) -> Summary:
+    """By model and way: the median step in ms, and the quartiles of its ratio to DDP, as tables show them."""
+    found: Summary = {}
     for model, times in results.items():
-        for name, (first, median, third) in ratios(times).items():
-            step = statistics.median(times[name]) * 1e3
+        steps = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+        found[model] = {name: [round(each, 2) for each in (steps[name], *own)] for name, own in ratios(times).items()}
+    return found
+
+
+def table(found: Summary) -> str:
+    lines = ["| model | way | median step, ms | ratio to DDP, median | quartiles |", "|---|---|---|---|---|"]
+    for model, ways in found.items():
+        for name, (step, first, median, third) in ways.items():
             lines.append(f"| {model} | {name} | {step:.2f} | **{median:.2f}** | {first:.2f} to {third:.2f} |")
     return "\n".join(lines)
 
 
-def plot(results: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Ratios to DDP, one panel per model."""
+def plot(found: Summary, path: Path, processes: int) -> None:
+    """Ratios to DDP, one panel per model. A PNG says which figures it shows."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (3.4 * len(results), 3.2)
-    figure, (panels,) = pyplot.subplots(1, len(results), figsize=size, sharey=True, squeeze=False)
-    for panel, (model, times) in zip(panels, results.items(), strict=True):
-        for row, (name, (first, median, third)) in enumerate(ratios(times).items()):
+    size = (3.4 * len(found), 3.2)
+    figure, (panels,) = pyplot.subplots(1, len(found), figsize=size, sharey=True, squeeze=False)
+    for panel, (model, ways) in zip(panels, found.items(), strict=True):
+        for row, (name, (_, first, median, third)) in enumerate(ways.items()):
             color = "tab:orange" if name == "ours" else "tab:blue"
             panel.barh(row, median, color=color, alpha=0.85)
             panel.plot([first, third], [row, row], color="black", linewidth=2)
         panel.axvline(1.0, color="gray", linestyle="--", linewidth=1)
-        panel.set_yticks(range(len(times)), list(times))
+        panel.set_yticks(range(len(ways)), list(ways))
         panel.set_title(model)
         panel.set_xlabel("step time / DDP")
     panels[0].invert_yaxis()  # and with it all of them, which share it
-    figure.suptitle(f"{dist.get_world_size()} processes; black: quartiles over the rounds", y=1.02)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.suptitle(f"{processes} processes; black: quartiles over the rounds", y=1.02)
+    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Description": json.dumps(found)})
 
 
 def join(device: str, backend: str | None) -> tuple[int, torch.device]:
@@ -227,10 +237,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="blocks per way (default 40)")
     parser.add_argument("--block-seconds", type=float, default=0.3, help="about how long a block takes (default 0.3)")
-    parser.add_argument("--plot", type=Path, help="where to draw the ratios (default: beside this file)")
+    parser.add_argument("--plot", type=Path, help="where to draw the ratios; step_time.png, to show them in README.md")
+    parser.add_argument("--json", type=Path, help="where to write what is drawn; step_time.json, with that figure")
+    parser.add_argument("--draw", type=Path, help="draw the figures of such a file, and measure nothing")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default cpu)")
     parser.add_argument("--backend", help="of the process group; by gloo, processes share a GPU")
     arguments = parser.parse_args()
+    if arguments.draw:
+        plot(json.loads(arguments.draw.read_text()), arguments.plot or arguments.draw.with_suffix(".png"), 2)
+        return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank, device = join(arguments.device, arguments.backend)
     if device == CPU and dist.get_world_size() == 1:
@@ -240,12 +255,14 @@ def main() -> None:
         times = time_rounds(workload, arguments.rounds, arguments.block_seconds, device=device)
         results[workload.name] = times
         if rank == 0:
-            print(table({workload.name: times}), flush=True)
+            print(table(summary({workload.name: times})), flush=True)
     if rank == 0:
-        name = "step_time.png" if device == CPU else "step_time_cuda.png"
-        path = arguments.plot or Path(__file__).with_name(name)
-        plot(results, path)
-        print(f"\n{table(results)}\n\nplot: {path}")
+        found = summary(results)
+        print(f"\n{table(found)}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        if arguments.plot:
+            plot(found, arguments.plot, dist.get_world_size())
     leave_process_group()
 
 

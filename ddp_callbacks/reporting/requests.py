@@ -1,4 +1,4 @@
-"""What a command asks of a running job, through files in the folder of its logs: ``ddprun stacks``, ``ddprun join``.
+"""What a command asks of a running job, through files in the folder of its logs: ``stacks``, ``status``, ``join``.
 
 No process id is trusted: the process of that number may be another's, or on another machine.
 """
@@ -13,24 +13,32 @@ from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
 
-JOINED, STACKS = "join.txt", "stacks.txt"  # the answers
+JOINED, STACKS, STATUS = "join.txt", "stacks.txt", "status.json"  # the answers
 RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
 _LOOK = 0.25  # seconds between two looks for a request
 
 
-def new_folder(parent: Path) -> Path:
+def new_folder(log_dir: str) -> Path:
     """Create the folder of this job's logs, which only this user may read.
 
     Its name ends with nanoseconds: in containers, jobs of the same second often have the same process id, too.
+
+    Raises:
+        ConfigurationError: It cannot be written there.
     """
+    parent = Path(log_dir).absolute()
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
-    folder.mkdir(parents=True, mode=0o700)
-    (folder / RUNS).touch()
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / RUNS).touch()
+    except OSError as error:
+        remedy = "Choose another place with --log-dir."
+        raise ConfigurationError(f"cannot write in {parent}: {error.strerror}. {remedy}") from None
     return folder
 
 
 async def take_requests(folder: Path, take: Callable[[str], None]) -> None:
-    """Call ``take`` with the nodes that are to join, empty for the stacks, at each request. Goes on until cancelled."""
+    """Call ``take`` with the ``wanted`` of each request, see :func:`ask`. Goes on until cancelled."""
     last = ""
     while True:
         await asyncio.sleep(_LOOK)
@@ -46,12 +54,12 @@ def _read(path: Path) -> str:
     return ""
 
 
-def ask(job: str | None, answer: str, seconds: float, hosts: str = "") -> str:
+def ask(job: str | None, answer: str, seconds: float, wanted: str = "") -> str:
     """Ask a job for something, and return what it answers in the file ``answer``.
 
     Args:
         job: The folder of its logs; ``None``: the newest one in ddprun-logs.
-        hosts: The nodes that are to join, as in ``-H``; if empty, it is asked for the stacks.
+        wanted: The nodes that are to join, as in ``-H``, or :data:`STATUS`; if empty, it is asked for the stacks.
 
     Raises:
         ConfigurationError: There is no such job, it does not answer within ``seconds``, or another command waits for an
@@ -61,7 +69,7 @@ def ask(job: str | None, answer: str, seconds: float, hosts: str = "") -> str:
     try:
         with (folder / _REQUEST).open("x") as file:
             (folder / answer).unlink(missing_ok=True)
-            file.write(f"{time.time_ns()}\n{hosts}")  # no two are alike
+            file.write(f"{time.time_ns()}\n{wanted}")  # no two are alike
     except FileExistsError:
         raise ConfigurationError(f"another ddprun waits for the answer of the job of {folder}.") from None
     except OSError as error:
@@ -94,7 +102,8 @@ def write_answer(path: Path, text: str) -> None:
 
 
 def _folder(job: str | None) -> Path:
-    found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
+    parent = Path(job or "ddprun-logs")
+    found = sorted(parent.glob("*-*-*")) or ([] if job is None else [parent])
     if not found or not found[-1].is_dir():
         raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
     return found[-1].resolve()

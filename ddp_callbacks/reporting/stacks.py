@@ -6,7 +6,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Mapping
 
-from ddp_callbacks.launcher.requests import STACKS, ask
+from ddp_callbacks.reporting.requests import STACKS, ask
 
 WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
@@ -16,9 +16,10 @@ _SHOWN = 8  # ranks to name in one line
 
 
 def innermost(text: str) -> str:
-    """Return the innermost line of the main thread, which faulthandler writes last; empty if there is none."""
+    """Return the innermost line of the main thread, which faulthandler writes last; empty if nothing was written."""
     found = _FRAME.search(text.rpartition("(most recent call first):\n")[2])
-    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
+    no_code = "no Python code runs there: it starts or ends" if text else ""
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else no_code
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
@@ -47,5 +48,5 @@ def ask_for_stacks(argv: list[str]) -> str:
         ConfigurationError: There is no such job here, or it does not answer.
     """
     parser = ArgumentParser(prog="ddprun stacks", description="Show where each rank of a running job is.")
-    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    parser.add_argument("job", nargs="?", help="its logs, or the --log-dir with them (default: ddprun-logs)")
     return ask(parser.parse_args(argv).job, STACKS, _TIMEOUT)

@@ -1,0 +1,14 @@
+"""What a job of ``ddprun`` did with its time. Imports only the standard library.
+
+::
+
+    on each rank, once the engine asks for it
+        recorder     counts the seconds of each part of a step, and sends the totals now and then
+    at ddprun, which passes on what the ranks send
+        collector    keeps what they have sent, and what has happened meanwhile
+        summary      what follows from it: shares, the rank that sets the pace, one line; advice: what to try next
+        page         report.html, which needs no network
+    commands that ask a running job, by its folder of logs
+        requests     through files there
+        stacks       where the ranks are; status: a table of what they do
+"""

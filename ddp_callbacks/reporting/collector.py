@@ -1,0 +1,112 @@
+"""Keep what the ranks of a job have sent about their time, and what has happened meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_callbacks.reporting.recorder import PARTS
+
+_SAMPLES = 400  # of a rank; once there are more, every second one is dropped
+_EVENTS = 300
+_TAIL = 400  # bytes of a rank's output
+
+
+@dataclass
+class Rank:
+    """What one rank has sent, whose process may have been replaced.
+
+    Attributes:
+        samples: Seconds since the job's start, steps, and seconds by part, all totals of all its processes.
+        said: The last message.
+    """
+
+    node: str
+    samples: list[tuple[float, int, list[float]]] = field(default_factory=list)
+    said: dict[str, Any] = field(default_factory=dict)
+    before: tuple[int, list[float]] = (0, [0.0] * len(PARTS))  # steps and seconds of the processes before this one
+    heard: float = 0.0
+    line: bytes = b""
+    unread: bytes = b""
+
+    def take(self, said: dict[str, Any], now: float) -> None:
+        """Take a message that came at ``now``."""
+        if self.said and said["process"] != self.said["process"] and self.samples:
+            self.before = self.samples[-1][1:]
+        steps, seconds = self.before
+        self.said, self.heard = said, now
+        own = [mine + others for mine, others in zip(said["seconds"], seconds, strict=True)]
+        self.samples.append((now, steps + said["steps"], own))
+        if len(self.samples) > _SAMPLES:
+            self.samples = [*self.samples[:-1:2], self.samples[-1]]
+
+
+class Collector:
+    """What the ranks have sent. All its data is plain, for JSON.
+
+    Args:
+        command: The script and its arguments.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command, self._date, self._begin = list(command), time.strftime("%Y-%m-%d %H:%M"), time.monotonic()
+        self._ranks: dict[int, Rank] = {}
+        self._events: list[tuple[float, str, str]] = []
+        self._told = {"epoch": 0, "validation": 0}  # the last of each that any rank has begun
+
+    def hear(self, node: str, rank: int, stream: str, data: bytes) -> None:
+        """Take what a rank has written to a stream: ``r`` has its messages, others are its output."""
+        own = self._ranks.setdefault(rank, Rank(node))
+        own.node = node
+        if stream in "oe":
+            own.line = (own.line + data)[-_TAIL:]
+        elif stream == "r":
+            *lines, own.unread = (own.unread + data).split(b"\n")
+            for line in lines:
+                with suppress(ValueError, KeyError):  # a process that was killed has written half of a line
+                    self._take(own, json.loads(line))
+
+    def _take(self, own: Rank, said: dict[str, Any]) -> None:
+        now = time.monotonic() - self._begin
+        own.take(said, now)
+        for kind in self._told:
+            if said[kind] > self._told[kind]:
+                self._told[kind] = said[kind]
+                self._add(now, kind, f"{kind} {said[kind]}")
+
+    def note(self, text: str) -> None:
+        """Note that something has happened now, such as the loss of a rank."""
+        self._add(time.monotonic() - self._begin, "note", text)
+
+    def _add(self, when: float, kind: str, text: str) -> None:
+        self._events = [*self._events, (round(when, 2), kind, text)][-_EVENTS:]
+
+    def data(self) -> dict[str, Any]:
+        """Return what is known by now."""
+        now = time.monotonic() - self._begin
+        return {
+            "command": self._command,
+            "date": self._date,
+            "seconds": round(now, 2),
+            "ranks": [_data(number, rank, now) for number, rank in sorted(self._ranks.items()) if rank.said],
+            "events": self._events,
+        }
+
+
+def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
+    _, steps, seconds = rank.samples[-1]
+    last = rank.line.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
+    return {
+        "rank": number,
+        "node": rank.node,
+        "seconds": {part: round(each, 4) for part, each in zip(PARTS, seconds, strict=True)},
+        "steps": steps,
+        "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
+        "silent": round(now - rank.heard, 2),
+        "line": last.strip(),
+        **{name: rank.said[name] for name in ("epoch", "gradients", "memory", "about")},
+    }

@@ -1,0 +1,183 @@
+"""Count where the time of a rank goes, and send the totals to ``ddprun`` now and then.
+
+Whatever a rank does between two marks counts as the part that the second one names. A mark costs a microsecond, and a
+message, of one line of JSON, 50: one each second at first, later one in five seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import platform
+import resource
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ddp_callbacks.environment import NO_REPORT, REPORT
+
+T = TypeVar("T")
+FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
+    *("in forward", "in backward", "loading", "waiting", "between steps", "validation"),
+)
+"""Between steps: the optimizer, callbacks, logging. Waiting: for sums, and so for the other ranks, too. Validation: and
+what follows it until the next batch, such as checkpoints."""
+
+_OFTEN, _RARELY, _FIRST = 1.0, 5.0, 60.0  # seconds between two messages at first, and later; how long "at first" is
+_MOST = 4096  # bytes that a pipe takes whole or not at all
+_PACKAGES = ("torch", "lightning", "pytorch_lightning", "torchbearer", "ddp_callbacks")
+
+
+class Recorder:
+    """The time of this process by part, since this was made.
+
+    Args:
+        path: The file to which the totals go, a pipe.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._begin = self._last = time.perf_counter()
+        self._has_begun = False
+        self._is_alone = os.environ.get("WORLD_SIZE") == "1"  # where nobody marks what comes before a step
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._due = self._begin + _OFTEN
+        self._steps = self._epoch = self._validations = 0
+        self._steps_at_pass = -1  # steps when the last pass over the training data began
+        self._validates = False  # whether the last batch was one of a validation
+        self._has_batch: bool | None = None  # drawn since the last step; None: no loader of ours draws
+        self._passes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._nbytes = self._sums = 0  # of the gradients; synchronizations
+        self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
+        self._about: dict[str, Any] = {}
+        atexit.register(self._send)
+
+    def describe(self, module: Any, settings: Mapping[str, object]) -> None:
+        """Note the module that is trained, and how its gradients are synchronized."""
+        self._nbytes = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+        self._about = {"settings": {name: str(value) for name, value in settings.items()}, **_place()}
+
+    def mark(self, part: str) -> None:
+        """Count the time since the last mark as that of ``part``. Never blocks."""
+        now = time.perf_counter()
+        self._seconds[part] += now - self._last if self._has_begun else 0.0  # before lies what prepares training
+        self._last, self._has_begun = now, True
+        if part == WAITING and self._launched:
+            self._exchange += now - self._launched
+            self._launched, self._sums = 0.0, self._sums + 1
+        if now >= self._due:
+            self._send()
+
+    def launch(self) -> None:
+        """Note that a sum over the ranks begins."""
+        self._launched = self._launched or time.perf_counter()
+
+    def step(self) -> None:
+        """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
+        if self._is_alone:
+            self.mark(FORWARD)
+        if self._has_batch is not False:
+            self._steps += 1
+            self._has_batch = self._has_batch and False
+
+    def begin_loading(self, batches: object, training: bool) -> None:
+        """Note that this rank asks the iterator ``batches`` for its next batch."""
+        self.mark(VALIDATION if self._validates else BETWEEN)
+        if batches not in self._passes:
+            self._passes.add(batches)
+            self._note_pass(training)
+        self._validates = not training
+
+    def end_loading(self) -> None:
+        """Note that it has the batch, or that there is none."""
+        self.mark(VALIDATION if self._validates else LOADING)
+        self._has_batch = True if not self._validates else self._has_batch
+
+    def _note_pass(self, training: bool) -> None:
+        if not training:
+            self._validations += not self._validates  # all loaders of a validation count once
+        elif self._steps > self._steps_at_pass:
+            self._steps_at_pass, self._epoch = self._steps, self._epoch + 1
+
+    def _send(self) -> None:
+        """Send the totals, unless the pipe is full."""
+        now = time.perf_counter()
+        self._due = now + (_OFTEN if now - self._begin < _FIRST else _RARELY)
+        if os.getpid() != self._pid or not any(self._seconds.values()):
+            return  # a forked child, or a script that does not train
+        said = {
+            "time": round(now - self._begin, 3),
+            "seconds": [round(each, 4) for each in self._seconds.values()],
+            "steps": self._steps,
+            "epoch": self._epoch,
+            "validation": self._validations,
+            "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
+            "memory": _memory(),
+            "process": self._pid,
+        }
+        line = json.dumps(said | {"about": self._about}).encode() + b"\n"
+        if len(line) <= _MOST:
+            with suppress(OSError):  # nobody reads
+                os.write(self._file, line)
+
+
+@functools.cache
+def recorder() -> Recorder | None:
+    """Return the recorder of this process; ``None`` unless it is one of ``ddprun``, which reports on its job."""
+    path = os.environ.pop(REPORT, "")  # a child process is no rank
+    if not path or os.environ.get(NO_REPORT) == "1":
+        return None
+    try:
+        made = Recorder(path)
+    except OSError:  # this process belongs to another user
+        return None
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(lambda *_: made.step())
+    return made
+
+
+def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Count the time of an iterator's ``__next__`` as loading; without gradients, as that of a validation."""
+
+    @functools.wraps(draw)
+    def timed(batches: Any) -> T:
+        own = recorder()
+        if own is None:
+            return draw(batches)
+        own.begin_loading(batches, sys.modules["torch"].is_grad_enabled())
+        try:
+            return draw(batches)
+        finally:
+            own.end_loading()
+
+    return timed
+
+
+def _memory() -> list[int]:
+    """Return the largest use of memory so far, in MB: this process's, and that of its GPU if it uses one."""
+    own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return own if cuda is None or not cuda.is_initialized() else [*own, cuda.max_memory_allocated() >> 20]
+
+
+def _place() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    there = {name: str(each) for name, each in versions.items() if each}
+    return {
+        "versions": {"Python": platform.python_version(), **there},
+        "device": _device(torch),
+        "threads": torch.get_num_threads() if torch else 0,
+    }
+
+
+def _device(torch: Any) -> str:
+    if torch is not None and torch.cuda.is_initialized():
+        return str(torch.cuda.get_device_name())
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "CPU")
+    return "CPU"

@@ -1,0 +1,78 @@
+"""``ddprun status``: a table of what each rank of a running job does, redrawn in place on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from shutil import get_terminal_size
+from typing import Any
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.reporting.recorder import WAITING
+from ddp_callbacks.reporting.requests import STATUS, ask
+from ddp_callbacks.reporting.summary import in_words, percent
+
+_TIMEOUT = 10.0  # seconds for the answer of a job
+_EVERY = 2.0  # seconds between two tables
+_LATELY = 10.0  # seconds over which steps are counted
+_HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "heard", "last line")
+_HOME = "\x1b[H\x1b[J"  # the cursor goes to the corner, and all after it is cleared
+
+
+def show_status(argv: Sequence[str]) -> int:
+    """Print the table of a running job, again and again on a terminal until the job ends; return the exit code.
+
+    Raises:
+        ConfigurationError: There is no such job here, or it does not answer.
+    """
+    parser = ArgumentParser(prog="ddprun status", description="Show what each rank of a running job does.")
+    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    parser.add_argument("--once", action="store_true", help="print one table; so does an output that is no terminal")
+    parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
+    options = parser.parse_args(argv)
+    text = ask(options.job, STATUS, _TIMEOUT, STATUS)
+    if options.json or options.once or not sys.stdout.isatty():
+        print(text if options.json else table(json.loads(text)))
+        return 0
+    with suppress(ConfigurationError):  # the job has ended
+        while True:
+            size = get_terminal_size()
+            lines = [line[: size.columns] for line in table(json.loads(text)).splitlines()[: size.lines - 1]]
+            print(_HOME + "\n".join(lines), flush=True)
+            time.sleep(_EVERY)
+            text = ask(options.job, STATUS, _TIMEOUT, STATUS)
+    return 0
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """Return a line for each rank that has trained, below a header."""
+    if not data["ranks"]:
+        return f"{_title(data)}; no rank has begun to train"
+    rows = [_HEAD, *(_row(rank) for rank in data["ranks"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    return "\n".join([_title(data), *lines])
+
+
+def _title(data: Mapping[str, Any]) -> str:
+    return f"{' '.join(data['command'])}: for {in_words(data['seconds'])}"
+
+
+def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = rank["seconds"]
+    waits = seconds[WAITING] / (sum(seconds.values()) or 1.0)
+    memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
+    heard = f"{rank['silent']:.0f} s ago"
+    steps = f"{rank['steps']:,}", f"{_rate(rank['samples']):.3g}"
+    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, heard, rank["line"]
+
+
+def _rate(samples: Sequence[Sequence[float]]) -> float:
+    """Return the steps per second of the last seconds."""
+    now, steps = samples[-1]
+    when, before = next((each for each in reversed(samples[:-1]) if now - each[0] >= _LATELY), samples[0])
+    return (steps - before) / (now - when) if now > when else 0.0

@@ -1,0 +1,158 @@
+"""What follows from the time of the ranks: shares, the rank that sets the pace, one line, and what to try next.
+
+A rank waits for the sums, which take some time in any case, and for the ranks that are slower. The one that waits least
+waits for nobody: as long as it waits, all exchange. What others wait longer, they wait for slower ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, LOADING, VALIDATION, WAITING
+
+Data = Mapping[str, Any]
+COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
+    *("computing", "loading", "exchanging gradients", "waiting for slower processes", "between steps", "validating"),
+)
+_PACE = 0.1  # of the time that the others wait for a rank, so that it is named
+_LITTLE = 0.03  # a share that is not told
+_MUCH, _QUARTER, _LONG = 0.15, 0.25, 0.3  # shares from which on something is advised
+_SMALL = 0.005  # seconds of a short step
+
+
+def parts_of(data: Data) -> list[dict[str, float]]:
+    """Return the seconds of each rank by the names of :data:`SHOWN`, in the order of the ranks."""
+    ranks = data["ranks"]
+    least = min((each["seconds"][WAITING] / max(each["steps"], 1) for each in ranks), default=0.0)
+    return [_shown(each["seconds"], least * max(each["steps"], 1), len(ranks) == 1) for each in ranks]
+
+
+def _shown(seconds: Data, exchange: float, alone: bool) -> dict[str, float]:
+    computing, between = seconds[FORWARD] + seconds[BACKWARD], seconds[BETWEEN]
+    if alone:  # nobody marks where a backward begins
+        computing, between = computing + between, 0.0
+    values = (computing, seconds[LOADING], exchange, seconds[WAITING] - exchange, between, seconds[VALIDATION])
+    return dict(zip(SHOWN, map(float, values), strict=True))
+
+
+def shares_of(data: Data) -> dict[str, float]:
+    """Return the share of each part in the time of all ranks."""
+    parts = parts_of(data)
+    total = sum(sum(own.values()) for own in parts) or 1.0
+    return {name: sum(own[name] for own in parts) / total for name in SHOWN}
+
+
+def pace_of(data: Data) -> int | None:
+    """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
+    parts = parts_of(data)
+    waits = [own[SLOWER] for own in parts]
+    if not waits or max(waits) < _PACE * max(sum(own.values()) for own in parts):
+        return None
+    return waits.index(min(waits))
+
+
+def times_as_fast(data: Data) -> float:
+    """Return how many times as long one process would take if each sample cost it as much, without an exchange."""
+    parts = parts_of(data)
+    divided = sum(own[COMPUTING] + own[LOADS] + own[VALIDATING] for own in parts)
+    shared = sum(own[OTHER] for own in parts) / len(parts)
+    return (divided + shared) / (sum(sum(own.values()) for own in parts) / len(parts) or 1.0)
+
+
+def bandwidth_of(data: Data) -> float | None:
+    """Return bytes of gradients by the seconds from the first sum of a backward to the last; ``None`` if unknown."""
+    rates = [nbytes * sums / seconds for nbytes, sums, seconds in (each["gradients"] for each in data["ranks"]) if sums]
+    return max(rates, default=None)
+
+
+def name_of(data: Data, place: int) -> str:
+    """Return the name of a rank, with its node if there are several."""
+    rank = data["ranks"][place]
+    return f"rank {rank['rank']}" + (f" on {rank['node']}" if len({each["node"] for each in data["ranks"]}) > 1 else "")
+
+
+def in_words(seconds: float) -> str:
+    """Return a time for people."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.0f} %"
+
+
+def in_bytes(count: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def one_line(data: Data) -> str:
+    """Say in one line where the time went; empty if no rank has trained."""
+    parts = parts_of(data)
+    if not any(each["steps"] for each in data["ranks"]):
+        return ""
+    seconds = max(sum(own.values()) for own in parts)
+    shares = [f"{percent(share)} {name}" for name, share in shares_of(data).items() if share >= _LITTLE]
+    said = [f"{len(parts)} process{'es' * (len(parts) > 1)}, {in_words(seconds)} of training: {', '.join(shares)}"]
+    if (pace := pace_of(data)) is not None:
+        said.append(f"{name_of(data, pace)} sets the pace")
+    if len(parts) > 1:
+        said.append(f"at most {times_as_fast(data):.1f} times as fast as one")
+    return "; ".join(said)
+
+
+def advice(data: Data) -> list[str]:
+    """Return what to try next, the most promising first."""
+    return [*_of_ranks(data), *_of_job(data)] or ["Nothing stands out: most of the time goes into computing."]
+
+
+def _of_ranks(data: Data) -> Iterator[str]:
+    """Yield what to try about ranks that load long, or for which others wait."""
+    parts = parts_of(data)
+    loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts]
+    if max(loads) > _MUCH:
+        who = name_of(data, loads.index(max(loads))) if max(loads) > 1.5 * min(loads) else "each rank"
+        yield (
+            f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. Give the DataLoader more workers "
+            "(num_workers), prepare the samples before training, or keep them on a faster disk."
+        )
+    if (pace := pace_of(data)) is not None:
+        part = _excess(parts, pace)
+        yield (
+            f"The others wait for {name_of(data, pace)}, most of all while it is {part}: look for other work on its "
+            "machine, let --bind core give each process cores of its own, or start fewer processes there."
+        )
+
+
+def _excess(parts: Sequence[Mapping[str, float]], pace: int) -> str:
+    """Return the part in which a rank takes longer than the mean by most."""
+    means = {name: sum(own[name] for own in parts) / len(parts) for name in (COMPUTING, LOADS, OTHER, VALIDATING)}
+    return max(means, key=lambda name: parts[pace][name] - means[name])
+
+
+def _of_job(data: Data) -> Iterator[str]:
+    shares, parts = shares_of(data), parts_of(data)
+    nodes = len({each["node"] for each in data["ranks"]})
+    if shares[EXCHANGING] > _QUARTER:
+        wire = ' and compress="bf16", which sends half of the bytes between nodes' if nodes > 1 else ""
+        yield (
+            f"The exchange of gradients takes {percent(shares[EXCHANGING])}: try a larger batch{wire}. Fewer "
+            "processes may be as fast."
+        )
+    step = max(sum(own.values()) / max(each["steps"], 1) for own, each in zip(parts, data["ranks"], strict=True))
+    if len(parts) > 1 and step < _SMALL:
+        yield f"A step takes {step * 1e3:.1f} ms, so there is little to divide: a larger batch gives each process more."
+    if shares[OTHER] > _QUARTER:
+        yield (
+            f"{percent(shares[OTHER])} goes by between steps, in the optimizer, callbacks and logging: log less, and "
+            "less often."
+        )
+    if shares[VALIDATING] > _LONG:
+        yield f"Validation takes {percent(shares[VALIDATING])}: validate less often, or with a larger batch."

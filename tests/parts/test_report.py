@@ -1,0 +1,262 @@
+"""What a job's report says, from totals that ranks have sent: without processes or a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_callbacks.launcher.run import take_request
+from ddp_callbacks.reporting import page, recorder, summary
+from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.recorder import PARTS, Recorder
+from ddp_callbacks.reporting.requests import new_folder, take_requests
+from ddp_callbacks.reporting.status import show_status, table
+
+EVEN = dict.fromkeys(PARTS, 0.0) | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
+
+
+def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str, Any]:
+    """The data of a job whose ranks took these seconds for each part."""
+    about = {"settings": {"compress": "None"}, "versions": {"torch": "2.13.0"}, "device": "CPU", "threads": 1}
+    return {
+        "command": ["train.py", "--name", "<b>"],
+        "date": "2026-01-02 03:04",
+        "seconds": 90.0,
+        "events": [(10.0, "epoch", "epoch 1"), (40.0, "note", "rank 1 on a was killed; continuing with 1 process")],
+        "ranks": [
+            {
+                "rank": number,
+                "node": f"node{number % nodes}",
+                "seconds": EVEN | own,
+                "steps": steps,
+                "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
+                "silent": 0.1,
+                "line": "epoch 1",
+                "epoch": 2,
+                "gradients": [23_000_000, steps, 23.0],
+                "memory": [512],
+                "about": about,
+            }
+            for number, own in enumerate(ranks)
+        ],
+    }
+
+
+SLOW = {"in forward": 60.0, "waiting": 10.0}
+FAST = {"waiting": 50.0}
+LINES = {
+    "even": (
+        job({}, {}),
+        "2 processes, 75 s of training: 80 % computing, 13 % exchanging gradients, 7 % between steps; at most 1.7 "
+        "times as fast as one",
+    ),
+    "one is slow": (
+        job(FAST, SLOW, nodes=2),
+        "2 processes, 115 s of training: 70 % computing, 9 % exchanging gradients, 17 % waiting for slower processes, "
+        "4 % between steps; rank 1 on node1 sets the pace; at most 1.4 times as fast as one",
+    ),
+    "alone": (job({"waiting": 0.0, "loading": 65.0}), "1 process, 2.2 min of training: 50 % computing, 50 % loading"),
+    "nobody trains": (job({}, {}, steps=0), ""),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_says_where_the_time_of_a_job_went(name: str) -> None:
+    """Reports add up."""
+    data, line = LINES[name]
+    assert summary.one_line(data) == line
+
+
+ADVICE = {
+    "nothing": (job({}, {}), ["Nothing stands out"]),
+    "loads": (
+        job({"loading": 60.0}, {"waiting": 70.0}),
+        ["Rank 0 loads for 44 % of its time", "The others wait for rank 0"],
+    ),
+    "all load": (job({"loading": 60.0}, {"loading": 60.0}), ["Each rank loads"]),
+    "slow": (job(FAST, SLOW), ["The others wait for rank 1, most of all while it is computing"]),
+    "exchange": (job({"waiting": 90.0}, {"waiting": 90.0}), ["The exchange of gradients takes 58 %"]),
+    "between": (job({"between steps": 90.0}, {"between steps": 90.0}), ["56 % goes by between steps"]),
+    "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
+    "short steps": (job({}, {}, steps=30_000), ["A step takes 2.5 ms"]),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_report_says_what_to_try_next(name: str) -> None:
+
+    data, found = ADVICE[name]
+    said = summary.advice(data)
+    assert len(said) == len(found) and all(text.startswith(begin) for text, begin in zip(said, found, strict=True)), (
+        said
+    )
+
+
+class Page(HTMLParser):
+    """The bars of a page, the tags that are open, and all that would come from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.bars: list[list[float]] = []
+        self.foreign: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        if found.get("class") == "bar":
+            self.bars.append([])
+        if tag == "i":
+            self.bars[-1].append(float(re.findall(r"width:([\d.]+)%", found["style"] or "")[0]))
+        if tag in ("script", "link", "img", "b") or {"src", "href"} & found.keys():
+            self.foreign.append(tag)
+
+
+def test_the_page_has_a_bar_for_each_rank_and_nothing_from_elsewhere() -> None:
+
+    found = Page(page.render(job(FAST, SLOW)))
+    widths = [sum(bar) for bar in found.bars]
+    assert widths == pytest.approx([100.0, 100.0], abs=0.5) and not found.foreign
+    assert found.bars[0] == pytest.approx([52.2, 8.7, 34.8, 4.3], abs=0.1)
+
+
+def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
+    assert page.write(job({}, {}, steps=0), tmp_path) == "" and not list(tmp_path.iterdir())
+    assert page.write(job({}, {}), tmp_path).endswith(f"; {tmp_path}/report.html")
+    assert json.loads((tmp_path / "report.json").read_text())["ranks"][1]["steps"] == 1000
+
+
+def said(process: int, steps: int, **more: int) -> bytes:
+    seconds = [steps * 0.01] * len(PARTS)
+    known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
+    return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
+
+
+def test_a_successor_adds_to_what_its_rank_has_done() -> None:
+    collector = Collector(["train.py"])
+    first, second = said(7, 10), said(7, 20, epoch=2)
+    collector.hear("a", 0, "r", first + second[:30])  # a message can come in two pieces
+    collector.hear("a", 0, "r", second[30:])
+    collector.note("rank 0 was killed")
+    collector.hear("a", 0, "r", said(8, 5))
+    collector.hear("a", 0, "e", b"\r10 %\r20 %")
+    data = collector.data()
+    (rank,) = data["ranks"]
+    assert rank["steps"] == 25 and rank["seconds"]["loading"] == pytest.approx(0.25) and rank["line"] == "20 %"
+    assert [text for _, _, text in data["events"]] == ["epoch 1", "epoch 2", "rank 0 was killed"]
+
+
+def test_the_samples_of_a_long_job_stay_few() -> None:
+    collector = Collector(["train.py"])
+    for step in range(5000):
+        collector.hear("a", 0, "r", said(1, step))
+    samples = collector.data()["ranks"][0]["samples"]
+    assert len(samples) <= 400 and samples[-1][1] == 4999
+
+
+@pytest.mark.parametrize("flags", ["--once", "--json"])
+def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, collector = new_folder(tmp_path), Collector(["train.py"])
+    for rank in (0, 1):
+        collector.hear("a", rank, "r", said(rank, 20, epoch=3))
+        collector.hear("a", rank, "o", b"loss 0.5\nloss 0.25\n")
+
+    async def ask() -> None:
+        answers = asyncio.create_task(take_requests(folder, partial(take_request, None, collector, folder)))
+        assert await asyncio.to_thread(show_status, [str(folder), flags]) == 0
+        answers.cancel()
+
+    asyncio.run(ask())
+    text = capsys.readouterr().out
+    if flags == "--json":
+        assert [rank["steps"] for rank in json.loads(text)["ranks"]] == [20, 20]
+        return
+    title, head, *rows = text.splitlines()
+    assert title.startswith("train.py: for ") and head.split()[:4] == ["node", "rank", "epoch", "step"]
+    assert [row.split()[:4] for row in rows] == [["a", "0", "3", "20"], ["a", "1", "3", "20"]]
+    assert all(re.search(r" 17 % +0.0 GB +\d+ s ago  loss 0.25$", row) for row in rows), rows
+
+
+def test_a_job_in_which_no_rank_trains_says_so() -> None:
+    assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(recorder.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
+    yield now
+
+
+def test_recording_a_step_takes_microseconds(tmp_path: Path) -> None:
+    # less than 0.3 % of a step of 5 ms
+    (tmp_path / "out").touch()
+    made, batches = Recorder(str(tmp_path / "out")), type("Batches", (), {})()
+    recorder.atexit.unregister(made._send)  # type: ignore[attr-defined]
+
+    def steps(count: int) -> float:
+        begin = time.process_time()
+        for _ in range(count):
+            made.begin_loading(batches, True)
+            made.end_loading()
+            for part in ("between steps", "in forward", "in backward"):
+                made.mark(part)
+            made.launch()
+            made.mark("waiting")
+            made.step()
+        return (time.process_time() - begin) / count
+
+    assert min(steps(1000) for _ in range(5)) < 0.003 * 0.005
+
+
+def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Path) -> None:
+
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+
+    class Batches:
+        pass
+
+    batches, held_out = Batches(), Batches()
+
+    def after(seconds: float) -> None:
+        clock[0] += seconds
+
+    after(100.0)  # imports
+    for _ in range(3):
+        made.begin_loading(batches, True)
+        after(0.5)
+        made.end_loading()
+        for part, seconds in (("in forward", 1.0), ("in backward", 2.0)):
+            after(seconds)
+            made.mark(part)
+        made.launch()
+        after(4.0)
+        made.mark("waiting")
+        made.step()
+        made.step()  # another optimizer, with the same batch
+        after(0.25)
+    made.begin_loading(held_out, False)
+    after(0.125)
+    made.end_loading()
+    after(8.0)
+    made.begin_loading(batches, True)
+    last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
+    assert dict(zip(PARTS, last["seconds"], strict=True)) == {
+        "in forward": 3.0,
+        "in backward": 6.0,
+        "loading": 1.5,
+        "waiting": 12.0,
+        "between steps": 0.75,
+        "validation": 8.125,
+    }
+    assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
