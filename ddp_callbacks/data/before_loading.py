@@ -18,8 +18,9 @@ from ddp_callbacks.data.order import Order
 from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
-from ddp_callbacks.data.shares import Divider, Share, WholeBatch
-from ddp_callbacks.data.workers import SeededIndices, spared_workers
+from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices
+from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
+from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -44,11 +45,9 @@ class Part(Source):
         self.has_batches = loader.batch_sampler is not None or isinstance(self.sampler, BatchSampler)
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
-        is_own = divider.division == "own"
-        if divider.rank and not is_own:
-            self.loader.generator = None  # the workers' seeds come from this rank's random state
-        self._is_checked = is_own or divider.world_size == 1
-        self._is_resumable, self.indices = False, list[list[Any]]()
+        self._is_checked = divider.division == "own" or divider.world_size == 1
+        self._loading = Loading() if divider.world_size > 1 and not self.loader.num_workers else None
+        self.indices = list[list[Any]]()
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -67,22 +66,48 @@ class Part(Source):
     def _draw(self, begun: Pass, order: Order, indices: list[list[Any]]) -> Iterator[Any]:
         self._check_data()
         is_dealt = self.divider.division == "dealt" and self.loader.batch_sampler is not None
-        is_seeded = self._is_resumable and self.loader.num_workers
-        for number, part in enumerate(begun.draw(iter(order)), begun.used + 1):
+        for number, step in enumerate(begun.draw(iter(order)), begun.used + 1):
             if is_dealt:
-                indices.append(list(part))
-            yield SeededIndices(part, order.seed, self.divider.rank, number) if is_seeded else part
+                indices.append(list(step.part))
+            yield self._seeded(step, number, order.seed)
+
+    def _seeded(self, step: Step, number: int, seed: int) -> Any:
+        """Return the indices of a step, with what the seeds of its samples are made from."""
+        divider, rows = self.divider, step.share.rows
+        if self._loading is None and not self.loader.num_workers:
+            return step.part
+        if divider.division == "dealt":  # the number of the batch
+            number = (number - 1) * divider.world_size + divider.rank
+        seeds = (seed, number, divider.rank) if divider.division == "own" else (seed, number)
+        if self.has_batches:
+            return SeededIndices(step.part, seeds, 0 if rows is None else rows.start, self._loading)
+        if self._loading is None:
+            return SeededIndex(step.part, seeds)
+        self._loading.seed(*seeds)
+        return step.part
+
+    def _loaded(self, batches: Iterator[Any], loading: Loading) -> Iterator[Any]:
+        """Yield the batches, which this process loads."""
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                loading.end()
+            yield batch
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
             Order(self.sampler, self, start.of_last()).begin()
-        self._order, self._is_resumable, self.indices = Order(self.sampler, self, start), start is not None, []
+        self._order, self.indices = Order(self.sampler, self, start), []
         self._begun = Pass(self, self._order, limit, start)
         with spared_workers(self.loader):
             batches = iter(self.loader)
         if start and start.position and start.position["drawn"]:
             self._order.begin()
-        return ShardedIterator(self, self._begun, batches, batches, shares)
+        loaded = batches if self._loading is None else self._loaded(batches, self._loading)
+        return ShardedIterator(self, self._begun, batches, loaded, shares)
 
     def size_of(self, drawn: Any) -> int:
         return len(drawn) if self.has_batches else 1

@@ -56,9 +56,14 @@ def _global_generators() -> list[Any]:
 
 def seed_global(seed: int) -> None:
     """Seed all global generators with 63 bits."""
-    torch.default_generator.manual_seed(seed)
+    seed_cpu(seed)
     if torch.cuda.is_available():  # torch.manual_seed formats a stack for every kind of device, which takes 1 ms
         torch.cuda.manual_seed_all(seed)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the global generators of torch on the CPU, of Python and of NumPy with 63 bits."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % (1 << 32))

@@ -16,7 +16,7 @@ from ddp_callbacks._torch import end_workers, worker_queues
 from ddp_callbacks.data.global_state import State, set_global_state
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
-from ddp_callbacks.data.shares import Divider, Share, WholeBatch
+from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.presence import found
 from ddp_callbacks.reporting.recorder import timed_loading
@@ -129,15 +129,15 @@ class Pass:
         self.is_begun = self.is_over = False
         self._here = None if source.divider.division == "dealt" else found()
 
-    def draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's part of each step, and queue its share."""
+    def draw(self, drawn: Iterator[Any]) -> Iterator[Step]:
+        """Yield this rank's steps, and queue their shares."""
         self.is_begun, source = True, self._source
         steps = source.divider.steps(itertools.islice(drawn, self._limit), source.size_of, source.part_of)
         for number, step in enumerate(steps):
             if number == 0:
                 self.first = step.batches
             self._shares.append(step.share)
-            yield step.part
+            yield step
 
     def hand_out(self) -> Share:
         """Count a step that is handed out, and return its share."""

@@ -16,6 +16,7 @@ from ddp_callbacks.data.global_state import (
     GLOBAL,
     digest_of,
     get_global_state,
+    is_same_state,
     own_generators,
     set_generators,
     set_global_state,
@@ -110,20 +111,28 @@ class Order(Iterable[Any]):
             message = broadcast_object(message, _DOING, self._group)
         if isinstance(message, str):
             raise ConfigurationError(message)
-        block, self._is_over, self.seed, states = message
+        block, self._is_over, self.seed, states, drawn = message
         set_generators(self._sources, states)
+        if drawn and not self._runs_sampler and digest_of(*get_global_state()) == drawn[0]:
+            set_global_state(drawn[1])
         self._drawn += len(block)
         if block:
             self._last, self._position = block[-1], None
         return list(block)
 
     def _message(self) -> list[Any] | str:
-        """Return the next block with the states that go with it, or the text of the error that all ranks raise."""
+        """Return the next block with the states that go with it, or the text of the error that all ranks raise.
+
+        If the block was drawn from the global random state, ranks that have the same one go on with it.
+        """
+        before = get_global_state()
         try:
             block = _plain(self._next_block(), self._sampler)
         except ConfigurationError as error:
             return str(error)
-        return [block, self._is_over, self.seed, states_of_generators(self._sources)]
+        after = get_global_state()
+        drawn = [] if is_same_state(before, after) else [digest_of(*before), after]
+        return [block, self._is_over, self.seed, states_of_generators(self._sources), drawn]
 
     def _next_block(self) -> list[Any]:
         """Draw as many batches at once as possible without changing any result."""

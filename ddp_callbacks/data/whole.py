@@ -149,7 +149,8 @@ class Whole(Source):
             start.put_back(self.sources)
         produced = _Produced(self, start)
         batches, current = produced.open(), Pass(self, produced, limit, start)
-        return ShardedIterator(self, current, batches, current.draw(produced.draw(batches)), shares)
+        parts = (step.part for step in current.draw(produced.draw(batches)))
+        return ShardedIterator(self, current, batches, parts, shares)
 
     def size_of(self, drawn: Any) -> int:
         """Return the number of samples in a batch; 1 for a batch that is not divided.

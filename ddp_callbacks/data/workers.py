@@ -17,8 +17,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_callbacks.data.global_state import digest_of, seed_global
-
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 
@@ -51,24 +49,6 @@ def keep_workers(loader: DataLoader[Any]) -> None:
     if loader.num_workers:
         _end_workers_at_exit()
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
-
-
-class SeededIndices:
-    """The indices of a batch. Unpickling them in a worker seeds its random state and returns the plain indices.
-
-    So a worker's draws for a batch depend neither on the worker nor on the batches that it loaded before.
-    """
-
-    def __init__(self, indices: Any, *salt: int) -> None:
-        self._arguments = indices, *salt
-
-    def __reduce__(self) -> Any:
-        return _arrive, self._arguments
-
-
-def _arrive(indices: Any, *salt: int) -> Any:
-    seed_global(digest_of(*salt))
-    return indices
 
 
 @functools.cache

@@ -14,13 +14,13 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches, joint_loss, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
-from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
@@ -29,7 +29,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
 from ddp_callbacks.loss_watch import LossWatch
-from ddp_callbacks.randomness import WholeDraws
+from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.replica_checks import ReplicaChecks
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.step_times import Part
@@ -67,11 +67,10 @@ class Run:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = replacements
         self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
-        self.drawing = HookDrawing(trainer, self._exit)
-        self.drawing.random_state.synchronize()
-        self._draws = WholeDraws(held.model)
-        self.drawing.random_state.draws = self._draws
-        self._loader_idx: int | None = None  # of the last batch of an evaluation
+        self._draws, self._transferring = WholeDraws(held.model), WholeDraws(held.model)
+        self.random_state = RunRandomState()
+        self.random_state.draws = self._draws
+        self.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # ends a padding batch
         self._exit.callback(self.end_batch)
         self._syncs_batch_norm = False
@@ -88,8 +87,8 @@ class Run:
             for name in _parts.MONITORED:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
-        # Rank 0 has drawn for the sanity check, and for the loader.
-        self._exit.before(trainer.fit_loop, "on_run_start", self.drawing.random_state.synchronize)
+        # Rank 0 may have drawn alone in the sanity check, and in hooks.
+        self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._exit.before(loop, "on_run_start", self._before_evaluation)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
@@ -141,7 +140,6 @@ class Run:
             joins_steps = self._local is None or self._local.is_last_step
         else:
             joins_steps = all(isinstance(loader, ShardedLoader) for loader in self._loaders())
-            self._share_order(loaders, dataloader_idx)
         self.end_batch()  # the batch before, if a hook has skipped it
         results = _logged.results_of(self._trainer)
         if results is not None:
@@ -149,25 +147,17 @@ class Run:
         self._mark(None)
         return self.batches.is_padding
 
-    def _share_order(self, loaders: list[Any], dataloader_idx: int) -> None:
-        """At the first batch of an evaluation's loader, go on from rank 0's random state: it has drawn the order.
-
-        A collective then.
-        """
-        is_first, self._loader_idx = dataloader_idx != self._loader_idx, dataloader_idx
-        is_divided = all(isinstance(loader, ShardedLoader) for loader in loaders)
-        if is_first and is_divided and not self._trainer.predicting:
-            self.drawing.random_state.share()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Surround the step of a batch: inside, draw what one process draws for the whole batch."""
-        rows = self.batches.rows
-        if rows is None or self._local is not None:
-            yield
-            return
-        with self.drawing.random_state.computing(), self._draws.forward(rows):
-            yield
+        return self._draws.forward(self._rows)
+
+    def transferring(self) -> AbstractContextManager[None]:
+        """Surround the transfer of a batch, with the user's hooks; like :meth:`computing`."""
+        return self._transferring.forward(self._rows)
+
+    @property
+    def _rows(self) -> Rows | None:
+        return None if self._local is not None else self.batches.rows
 
     def begin_padding(self, batch: Any) -> Any:
         """Begin a padding batch, and return what the step computes instead."""
@@ -260,7 +250,7 @@ class Run:
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = self._joined(closure)
-        return self.drawing.optimizer_step(inner, step, closure)
+        return step(closure)
 
     def end_batch(self) -> None:
         """End a padding batch: remove its traces in metrics and running statistics, and give hooks back."""
@@ -290,8 +280,7 @@ class Run:
 
     def end(self) -> None:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
-        self.drawing.random_state.synchronize()
-        self.drawing.random_state.end()
+        self.random_state.synchronize()
 
     def merge_buffers(self) -> None:
         """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""
@@ -344,16 +333,14 @@ class Run:
         return synchronizer if self._is_automatic and not _parts.skips_backward(self._trainer) else None
 
     def _before_evaluation(self) -> None:
-        """For hooks, share what the loaders have drawn, and join what was logged after the last step. A collective."""
+        """Join what was logged after the last step. A collective then."""
         results = _logged.results_of_training(self._trainer)
-        self._loader_idx = None
-        self.drawing.random_state.share()
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results.join()
             _logged.refresh_metrics(self._trainer, results)
 
     def _at_end_of_data(self) -> None:
-        results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
+        results, random_state = _logged.results_of(self._trainer), self.random_state
         mine = [random_state.offer(), random_state.digest()]
         (offered, *_), digests = zip(*results.join(ends=True, carried=mine), strict=True)
         random_state.compare(digests)
@@ -363,7 +350,7 @@ class Run:
             self.merge_buffers()
 
     def _before_epoch_end(self) -> None:
-        results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
+        results, random_state = _logged.results_of(self._trainer), self.random_state
         if self._trainer.training:
             self.decisions.pass_moment()
             own = [checksum_of_replica(self._held), random_state.offer()]

@@ -50,7 +50,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Like Lightning's, but note this rank's share of the batch before. A collective in training."""
         pads = self._run is not None and self._run.begin_batch(batch, dataloader_idx)
-        batch = super().batch_to_device(batch, device, dataloader_idx)
+        with nullcontext() if self._run is None else self._run.transferring():
+            batch = super().batch_to_device(batch, device, dataloader_idx)
         return self._run.begin_padding(batch) if self._run is not None and pads else batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             return getattr(super(), name)(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; the ranks draw one process's random numbers. What a sanity check's first logs is compared."""
+        """Like Lightning's; draws as :meth:`test_step`. What the first one of a sanity check logs is compared."""
         if self._run is not None:
             self._run.compare("validation_step", args[1:])
         return self._evaluation_step("validation_step", *args, **kwargs)
@@ -113,8 +114,6 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """With local steps, train from the parameters that hooks may have replaced at the start of the epoch."""
         if batch_idx == 0:
             self._make_one()
-            if self._local is None:
-                self.random_state.share()  # rank 0 has drawn the order: an epoch that raises leaves all behind that
 
     def on_validation_start(self) -> None:
         """Merge the running statistics of the training so far; with local steps, average the parameters."""
@@ -198,7 +197,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     @property
     def random_state(self) -> RunRandomState:
         """The random state of the run; with a single process, that of the process."""
-        return RunRandomState() if self._run is None else self._run.drawing.random_state
+        return RunRandomState() if self._run is None else self._run.random_state
 
     def own_state(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""

@@ -66,6 +66,7 @@ class WholeDraws:
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[bool, Way] = {}
+        self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self._told: set[str] = set()
 
@@ -108,13 +109,19 @@ class WholeDraws:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside a batch, surround code that draws from another random state, and draws alike on all ranks."""
-        operators = self._operators
-        before, operators.is_aside = operators.is_aside, True
+        """Inside a batch, surround code that draws alike on all ranks, such as noise for gradients."""
+        operators, before = self._operators, states_of(default_generators())
+        is_aside, operators.is_aside = operators.is_aside, True
+        operators.compare()
         try:
             yield
         finally:
-            operators.is_aside = before
+            operators.is_aside = is_aside
+            after = states_of(default_generators())
+            if operators.expected is not None:
+                operators.expected = after
+            if self._before is not None and are_equal(self._before, before):
+                self._before = after
 
     def compare(self, digests: Sequence[int]) -> None:
         """Note ranks that have drawn another amount than rank 0, as the checksums of their random states tell."""
@@ -135,17 +142,16 @@ class WholeDraws:
     def _whole(self, rows: Rows, has_gradients: bool) -> Iterator[None]:
         operators = self._operators
         operators.begin(rows)
-        before = None if has_gradients in self._ways else states_of(default_generators())
-        operators.expected = before
+        self._before = operators.expected = None if has_gradients in self._ways else states_of(default_generators())
         try:
             with self._calls:
                 yield
         finally:
             operators.end()
-        if before is not None:
+        if self._before is not None:
             operators.compare()
             operators.expected = None
-            self._ways[has_gradients] = self._way_after(before)
+            self._ways[has_gradients] = self._way_after(self._before)
 
     def _way_after(self, before: list[torch.Tensor]) -> Way:
         """Return how later batches draw, after one that began with these states."""
@@ -158,12 +164,12 @@ class WholeDraws:
     @contextmanager
     def _watched(self, has_gradients: bool) -> Iterator[None]:
         generators = default_generators()
-        before = states_of(generators)
+        self._before = states_of(generators)
         yield
-        if not are_equal(before, states_of(generators)):
+        if not are_equal(self._before, states_of(generators)):
             del self._ways[has_gradients]
             self._by_program.add(_LATE)
-            for generator, state in zip(generators, before, strict=True):
+            for generator, state in zip(generators, self._before, strict=True):
                 generator.set_state(state)  # ranks may have drawn unequal amounts
             with drawing_by_rank(generators, 0):
                 pass

@@ -1,24 +1,16 @@
 """Give each rank its part of the data, and a matching random state; join predictions; flatten samples.
 
-Which of a Trial's events draw the same random numbers on all ranks:
-
-================================================  ====================================================================
-forward, criterion, backward, and the events in   for the whole batch, of which each rank keeps its rows; see
-between (of validation, too)                      :class:`ddp_callbacks.WholeDraws`
-``on_sample``, ``on_step_validation``             different per rank: they handle its part of the batch, and may augment
-all others                                        the same, if a user's callback handles them: they may prune parameters
-================================================  ====================================================================
-
-An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
-ranks are synchronized again before the next event in ``_MEETING``. The message that merges the metrics of a pass
-synchronizes them, too.
+All events draw from one random state on all ranks: they may prune parameters. Forward, criterion and what comes between
+draw for the whole batch, of which each rank keeps its rows, as do the events that get its samples; see
+:class:`ddp_callbacks.WholeDraws`. The message that merges the metrics of a pass gives all ranks rank 0's state again,
+if a callback has drawn on some ranks only.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,25 +19,19 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.checkpoints.recovery import is_wanted
-from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, map_arrays
 from ddp_callbacks.data.outputs import gather_outputs
-from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, handles, wrap_event
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, wrap_event
 from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
-_IN_BATCH = ("on_backward", "on_step_training")
-_MEETING = ("on_start_epoch", "on_end_training", "on_end_validation", "on_end")
-_PASSES = ("on_start_training", "on_start_validation")
-_ALIKE = (*_MEETING, *_PASSES, "on_start", "on_end_epoch", "on_checkpoint")
 
 
 class ShardData(DistributedCallback):
@@ -56,8 +42,7 @@ class ShardData(DistributedCallback):
     every rank makes the batch under rank 0's random state and keeps its slice. A Trial without data has nothing to
     divide: every rank computes the same step as a single process.
 
-    Rank 0 keeps the user's random state. If there are data, every other rank gets a distinct one. Callbacks draw from
-    rank 0's state on all ranks, and after ``run`` returns or raises all ranks continue with it.
+    All ranks continue with rank 0's random state, in ``run`` and after it.
 
     In ``predict`` each rank computes whole batches in turn, and every rank gets the outputs of all, in the loader's
     order. Outputs that are not tensors are pickled.
@@ -78,13 +63,12 @@ class ShardData(DistributedCallback):
         if batch_size is not None:
             check_batch_size(batch_size)
         self.batch_size = batch_size
-        self.random_state: RunRandomState | None = None
-        """The random state of the run; ``None`` on a single process that none can join."""
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
-        self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
+        self.random_state = RunRandomState(process_group)
         self._draws: WholeDraws | None = None
+        self._sampling: WholeDraws | None = None  # for the events that get samples
         self._evaluating = ExitStack()  # the computation of a batch of an evaluation
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
@@ -106,33 +90,23 @@ class ShardData(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         callbacks = state[torchbearer.CALLBACK_LIST]
-        if self.world_size > 1 or is_wanted():  # others may join
-            self.random_state = RunRandomState(self.process_group)
-            for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
-                wrap_event(callbacks, name, functools.partial(self._alike, name, self.random_state))
+        self.random_state = RunRandomState(self.process_group)
+        for name in ("on_sample", "on_sample_validation"):
+            wrap_event(callbacks, name, self._begin_batch)
         if self.world_size > 1:
+            wrap_event(callbacks, "on_backward", self._aside)
             wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
             wrap_event(callbacks, "on_step_validation", self._end_evaluating)
             wrap_event(callbacks, "on_end_epoch", self._end_epoch)
 
-    @contextmanager
-    def _alike(self, name: str, random_state: RunRandomState, _: State) -> Iterator[None]:
-        """Inside, draw random numbers as the table above says for an event of the callback list."""
-        if name in _MEETING and random_state.is_open and not random_state.is_fresh:
-            random_state.synchronize()
-        draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
-        with draws() if name in self._drawing else nullcontext():
-            yield
-        if name in _PASSES:
-            random_state.is_fresh = False  # rank 0 draws the order of the batches
-
     def on_start(self, state: State) -> None:
-        callbacks = list(state[torchbearer.CALLBACK_LIST])
-        self._drawing |= {name for name in (*_ALIKE, *_IN_BATCH) if any(handles(each, (name,)) for each in callbacks)}
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
-        if self.random_state is not None:
-            self._share_random_state(self.random_state, state)
+        if self._draws is None:
+            self._draws, self._sampling = (WholeDraws(state[torchbearer.MODEL], self.rank) for _ in range(2))
+        self.random_state.draws = self._draws
+        self.random_state.synchronize()
+        state[RUN_RANDOM_STATE] = self.random_state
 
     def _divide_all(self, state: State) -> None:
         trial_state = state[torchbearer.SELF].state
@@ -158,54 +132,39 @@ class ShardData(DistributedCallback):
             state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
             part.limit, state[torchbearer.GENERATOR] = steps, part
 
-    def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
-        has_generator = any((self._undivided[key] or (None,))[0] is not None for key in DATA_KEYS)
-        if has_generator or self.batch_size == "per_process":
-            mine = [sorted(self._drawing), random_state.offer()]
-            found = all_gather_object(mine, "the random state", self.process_group)
-            drawing, (offered, *_) = zip(*found, strict=True)
-            self._drawing.update(*drawing)  # a callback may be on one rank only
-            random_state.accept(offered)
-            state[RUN_RANDOM_STATE] = random_state
-        else:
-            broadcast_rng_state(self.process_group)
-
-    def on_sample(self, state: State) -> None:
-        iterator = state[torchbearer.ITERATOR]
-        is_divided = isinstance(iterator, ShardedIterator)
-        if is_divided and iterator.current.used == 1 and self.random_state is not None:
-            self.random_state.share()  # rank 0 has drawn the order: a pass that raises leaves all ranks behind that
-        if self.world_size > 1 or is_divided:
-            state[SHARE] = self._take_share(state)
-
-    def on_sample_validation(self, state: State) -> None:
-        self.on_sample(state)
-
     @contextmanager
-    def _computing(self, state: State) -> Iterator[None]:
-        """Inside, draw for the whole batch, from one random state on all ranks."""
-        if self._draws is None:
-            self._draws = WholeDraws(state[torchbearer.MODEL], self.rank)
-            if self.random_state is not None:
-                self.random_state.draws = self._draws
-        share = state.data.get(SHARE)
-        one_state = nullcontext() if self.random_state is None else self.random_state.computing()
-        with one_state, self._draws.batch(None if share is None else share.rows):
+    def _begin_batch(self, state: State) -> Iterator[None]:
+        """Note this rank's share of a batch; then callbacks get its samples, and may augment them."""
+        if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
+            state[SHARE] = self._take_share(state)
+        with nullcontext() if self.world_size == 1 else self._drawing_whole(self._sampling, state):
             yield
 
-    def _drawing_whole(self, closure: Callable[[State], Any]) -> Callable[[State], Any]:
+    def _drawing_whole(self, draws: WholeDraws | None, state: State) -> AbstractContextManager[None]:
+        """Inside, draw for the whole batch."""
+        assert draws is not None
+        share = state.data.get(SHARE)
+        return draws.batch(None if share is None else share.rows)
+
+    @contextmanager
+    def _aside(self, _: State) -> Iterator[None]:
+        """Inside, callbacks change gradients, alike on all ranks."""
+        with nullcontext() if self._draws is None else self._draws.aside():
+            yield
+
+    def _computing(self, closure: Callable[[State], Any]) -> Callable[[State], Any]:
         @functools.wraps(closure)
-        def drawing(state: State) -> Any:
-            with self._computing(state):
+        def computing(state: State) -> Any:
+            with self._drawing_whole(self._draws, state):
                 return closure(state)
 
-        return drawing
+        return computing
 
     @contextmanager
     def _begin_evaluating(self, state: State) -> Iterator[None]:
         """After all callbacks of ``on_sample_validation``: what follows computes the batch."""
         yield
-        self._evaluating.enter_context(self._computing(state))
+        self._evaluating.enter_context(self._drawing_whole(self._draws, state))
 
     @contextmanager
     def _end_evaluating(self, _: State) -> Iterator[None]:
@@ -248,7 +207,7 @@ class ShardData(DistributedCallback):
         trial_state.update(self._undivided)
         closure = call.trial.closure
         if self.world_size > 1 and is_outermost:
-            call.trial.closure = self._drawing_whole(closure)
+            call.trial.closure = self._computing(closure)
         try:
             yield
         finally:
@@ -259,7 +218,7 @@ class ShardData(DistributedCallback):
                 self._end_call([(found[key] or (None,))[0] for key in DATA_KEYS])
 
     def _end_call(self, generators: list[Any]) -> None:
-        """After the outermost call, forget a pass that has raised, and give all ranks rank 0's random state.
+        """After the outermost call, forget a pass that has raised.
 
         Args:
             generators: Those that the Trial has now; others are forgotten, with their data.
@@ -272,8 +231,6 @@ class ShardData(DistributedCallback):
             if "tb_iter" in vars(loader):
                 with suppress(AttributeError):  # a list has none
                     loader.loader.tb_iter = loader.tb_iter
-        if self.random_state is not None:
-            self.random_state.end()
 
     @property
     def divided(self) -> list[ShardedLoader]:

@@ -241,8 +241,8 @@ class MetricsPass:
 
     def _process_final(self, state: State) -> dict[str, Any]:
         self.close()
-        random_state = state.get(RUN_RANDOM_STATE)
-        running = self._merge(random_state if random_state is not None and random_state.is_open else None)
+        random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
+        running = self._merge(random_state)
         final = running | MetricList.process_final(self._list, state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
         return final if is_settled else _settle(final, self._samples, self._group)

@@ -26,8 +26,6 @@ from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
 from ddp_callbacks.data import attributes
-from ddp_callbacks.data.global_state import set_global_state
-from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback
@@ -60,7 +58,6 @@ class RunState:
         named = _named(callbacks)
         self._ours = {name: one for name, one in named.items() if isinstance(one, DistributedCallback)}
         self._others = {name: one for name, one in named.items() if name not in self._ours}
-        self._random_state = data.random_state or RunRandomState(data.process_group)
         self._memory = attributes.memory_of_model(trial.state[torchbearer.MODEL])
         self._at_start: dict[str, attributes.Checksums] = {}
         self._filemodes = {one: one.filemode for one in self._others.values() if isinstance(one, CSVLogger)}
@@ -122,7 +119,7 @@ class RunState:
             "attributes": {name: self._changed(name, attributes_of(one)) for name, one in self._owners(state).items()},
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
-            "random": self._random_state.state_dict(),
+            "random": self._data.random_state.state_dict(),
         }
 
     def _state_of(self, name: str, callback: Callback) -> dict[str, Any]:
@@ -222,10 +219,7 @@ class RunState:
                 callback.load_local_state(states.of("ours").of(name), state)
         for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        if self._random_state.is_open or states.world_size == 1:
-            self._random_state.load_state_dict(own["random"])
-        else:  # without data, all ranks draw the same
-            set_global_state(own["random"]["own"])
+        self._data.random_state.load_state_dict(own["random"])
 
     def _load_others(self, saved: Saved, states: LocalStates, state: State) -> None:
         for name, other in self._stateful(state).items():

@@ -96,18 +96,25 @@ def test_equal_states_are_rank_0s() -> None:
 @WORLD
 def test_ranks_draw_alike_after_a_failure_that_has_kept_one_from_accepting_a_state() -> None:
     run = RunRandomState()
-    for renew in (run.synchronize, run.end):
-        run.synchronize()
-        draw()
-        if dist.get_rank() == 0:
-            run.accept(run.offer())
-        renew()
-        offered = [run.offer()]
-        dist.broadcast_object_list(offered)
-        run.accept(offered[0])
-        with run.alike():
-            found = draw()
-        seen = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, found)
-        assert all(each == found for each in seen)
-    run.end()
+    run.synchronize()
+    draw()
+    if dist.get_rank() == 0:
+        run.accept(run.offer())
+    run.synchronize()
+    offered = [run.offer()]
+    dist.broadcast_object_list(offered)
+    run.accept(offered[0])
+    first, second = by_rank([run.digest(), draw()])
+    assert first == second
+
+
+@WORLD
+def test_a_state_that_was_saved_on_any_rank_continues_on_all() -> None:
+    seed_all(700 + dist.get_rank())
+    run = RunRandomState()
+    run.synchronize()
+    state = run.state_dict()
+    expected = draw()
+    seed_all(dist.get_rank())
+    run.load_state_dict(state)
+    assert draw() == expected == draws(700, 1)[0]
