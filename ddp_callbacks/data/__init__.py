@@ -6,8 +6,8 @@
   :mod:`.same_data` compares data sets
 - :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
 - :mod:`.shares`: which part of a batch is whose, and slices of nested batches
-- :mod:`.random_state`: all ranks draw alike; each draws different dropout and augmentation. :mod:`.global_state` reads
-  and sets the states
+- :mod:`.random_state`: all ranks draw alike. :mod:`.sample_seeds`: each sample draws its own augmentation.
+  :mod:`.global_state` reads and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values
 - :mod:`.skipping`: all ranks skip a batch that is bad on one
 - :mod:`.nested`: walk nested lists, tuples and mappings

@@ -51,7 +51,7 @@ class SeededIndices(list[Any]):
 
 
 class SeededIndex:
-    """The index of a sample that is loaded by itself. Unpickling it in a worker seeds its draws and returns the index."""
+    """The index of a sample that is loaded by itself. Unpickling it in a worker seeds its draws, and returns it."""
 
     def __init__(self, index: Any, seeds: tuple[int, ...]) -> None:
         self._index, self._seeds = index, seeds

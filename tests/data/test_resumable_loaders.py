@@ -60,6 +60,30 @@ def test_all_ranks_together_draw_what_one_process_draws(way: Way) -> None:
             assert joined([rank[number] for rank in several]) == joined([rows]), name
 
 
+def rows_with_draws(ranks: list[Any]) -> list[Any]:
+    """The samples in each batch, of all ranks' parts, with what each has drawn."""
+    return [[tuple(row) for part in parts for row in part] for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["workers", "persistent"])
+@pytest.mark.parametrize("way", [TWO, pytest.param(HOSTS, marks=pytest.mark.wide)], ids=NAMES.get)
+def test_each_sample_draws_what_it_draws_on_one_process(way: Way, name: str) -> None:
+    """Augmentation depends on neither processes nor workers."""
+    one, several = drawn(ONE, True)[0][name][0], [rank[name][0] for rank in drawn(way, True)]
+    for number, rows in enumerate(one):
+        assert rows_with_draws([rank[number] for rank in several]) == rows_with_draws([rows])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["shuffle", "generator", "lazy", "batches as samples"])
+def test_each_sample_draws_the_same_on_two_and_on_three_processes(name: str) -> None:
+    two, three = ([rank[name][0] for rank in drawn(way, True)] for way in (TWO, HOSTS))
+    for number in range(PASSES):
+        draws = [rows_with_draws([rank[number] for rank in ranks]) for ranks in (two, three)]
+        assert draws[0] == draws[1]
+        assert len({number for rows in draws[0] for row in rows for number in row[1:]}) > len(draws[0])
+
+
 @in_pairs
 def test_a_cut_pass_goes_on_at_the_next_sample(before: Way, after: Way) -> None:
     """A loader resumes at the next sample."""
