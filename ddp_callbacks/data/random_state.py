@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import checksum_of
@@ -99,6 +100,22 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
         group: ``None`` is the default group.
     """
     set_global_state(SharedRandomState(group=group).state)
+
+
+@contextmanager
+def drawing_apart(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Inside, each rank draws its own numbers; outside, torch's state advances by one draw on all ranks. Local.
+
+    Args:
+        group: ``None`` is the default group.
+    """
+    seed = int(torch.randint(1 << 62, ()))
+    before = get_global_state()
+    seed_global(digest_of(get_rank(group), seed))
+    try:
+        yield
+    finally:
+        set_global_state(before)
 
 
 @contextmanager

@@ -360,7 +360,8 @@ class Run:
                 when = f"at the end of epoch {self._trainer.current_epoch}"
                 require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
         else:
-            results.join(ends=True)
+            (offered,), *_ = results.join(ends=True, carried=[random_state.offer()])
+            random_state.accept(offered)
         results.end_pass()
         if self._trainer.training or self._trainer.state.fn != "fit":
             self._draws.warn()

@@ -35,8 +35,8 @@ _RECOMPUTES = (
     "the same context as forward."
 )
 _PARTED = (
-    "rank {} has drawn another amount than rank 0 in a pass: code draws for each sample, or depending on values, or "
-    "a rank has had no sample of a batch of an evaluation"
+    "rank {} has drawn another amount than rank 0 in a pass: code draws on one rank only, for each sample, or "
+    "depending on values, or a rank has had no sample of a batch of an evaluation"
 )
 _LATE = "its first draw came late, and was the same on all processes in that batch"
 
@@ -66,6 +66,7 @@ class WholeDraws:
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[bool, Way] = {}
+        self._was_by_rank = False  # in any batch
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self._told: set[str] = set()
@@ -126,7 +127,7 @@ class WholeDraws:
     def compare(self, digests: Sequence[int]) -> None:
         """Note ranks that have drawn another amount than rank 0, as the checksums of their random states tell."""
         apart = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        if apart and "by_rank" not in (self._always, *self._ways.values()):
+        if apart and not self._was_by_rank:
             self._by_program.add(_PARTED.format(", ".join(apart)))
 
     def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
@@ -135,6 +136,7 @@ class WholeDraws:
         has_gradients = torch.is_grad_enabled()
         way = self._always or self._ways.get(has_gradients, "whole")
         if rows is None or way == "by_rank":
+            self._was_by_rank = True
             return drawing_by_rank(default_generators(), self._rank)
         return self._watched(has_gradients) if way == "none" else self._whole(rows, has_gradients)
 

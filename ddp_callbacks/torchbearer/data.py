@@ -3,7 +3,7 @@
 All events draw from one random state on all ranks: they may prune parameters. Forward, criterion and what comes between
 draw for the whole batch, of which each rank keeps its rows, as do the events that get its samples; see
 :class:`ddp_callbacks.WholeDraws`. The message that merges the metrics of a pass gives all ranks rank 0's state again,
-if a callback has drawn on some ranks only.
+if a callback has drawn on some ranks only; so does the start of an epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, map_arrays
 from ddp_callbacks.data.outputs import gather_outputs
-from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.data.random_state import RunRandomState, drawing_apart
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
@@ -94,10 +94,18 @@ class ShardData(DistributedCallback):
         for name in ("on_sample", "on_sample_validation"):
             wrap_event(callbacks, name, self._begin_batch)
         if self.world_size > 1:
+            for name in ("on_start_epoch", "on_end"):
+                wrap_event(callbacks, name, self._synchronize)
             wrap_event(callbacks, "on_backward", self._aside)
             wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
             wrap_event(callbacks, "on_step_validation", self._end_evaluating)
             wrap_event(callbacks, "on_end_epoch", self._end_epoch)
+
+    @contextmanager
+    def _synchronize(self, _: State) -> Iterator[None]:
+        """Continue from rank 0's random state, if callbacks before have drawn on some ranks only. A collective."""
+        self.random_state.synchronize()
+        yield
 
     def on_start(self, state: State) -> None:
         if self.world_size > 1 or self._is_resumable:
@@ -107,6 +115,15 @@ class ShardData(DistributedCallback):
         self.random_state.draws = self._draws
         self.random_state.synchronize()
         state[RUN_RANDOM_STATE] = self.random_state
+
+    def on_start_training(self, state: State) -> None:
+        is_own = self.batch_size is None or (self.batch_size == "per_process" and state[torchbearer.GENERATOR] is None)
+        if self.world_size > 1 and is_own:  # each rank makes batches of its own
+            state[torchbearer.SAMPLER] = functools.partial(self._load_apart, state[torchbearer.SAMPLER])
+
+    def _load_apart(self, load: Callable[[State], Any], state: State) -> Any:
+        with drawing_apart(self.process_group):
+            return load(state)
 
     def _divide_all(self, state: State) -> None:
         trial_state = state[torchbearer.SELF].state
@@ -178,6 +195,7 @@ class ShardData(DistributedCallback):
             self._draws.warn()
 
     def on_start_validation(self, state: State) -> None:
+        self.on_start_training(state)
         if aggregator_of(state) is not None:  # not in an evaluation within the prediction
             self._is_mine = []
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from shared_worlds import World, by_rank
 
-from ddp_callbacks.data.global_state import get_global_state, set_global_state
+from ddp_callbacks.data.global_state import digest_of, get_global_state, is_same_state, seed_cpu, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, SharedRandomState, broadcast_rng_state, seed_by_rank
+from ddp_callbacks.data.sample_seeds import Loading, SeededIndices
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -118,3 +119,22 @@ def test_a_state_that_was_saved_on_any_rank_continues_on_all() -> None:
     seed_all(dist.get_rank())
     run.load_state_dict(state)
     assert draw() == expected == draws(700, 1)[0]
+
+
+def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:
+    loading, found = Loading(), []
+    seed_all(800)
+    for number, augments in enumerate((False, False, True, True)):
+        for _ in SeededIndices([7, 8], (5, number), 3, loading):
+            found.append(draw() if augments else [])
+        loading.end()
+    for place, drawn in enumerate(found[-2:], 3):
+        seed_cpu(digest_of(5, 3, place))
+        assert drawn == draw()
+    seed_all(800)
+    before = get_global_state()
+    for augments in (True, False):
+        for _ in SeededIndices([7, 8], (5, 1), 3, loading):
+            draw() if augments else None
+        loading.end()
+        assert is_same_state(before, get_global_state())
