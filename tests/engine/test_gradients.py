@@ -91,6 +91,21 @@ def test_with_7_and_3_samples_the_gradient_of_ddp_is_off_by_41_6_percent_and_our
         assert error_with(model, own) < 1e-12
 
 
+@WORLD
+def test_a_loss_of_padding_behind_a_frozen_batchnorm_counts_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1)).double()
+    model[0].requires_grad_(False)
+    sync, counts = GradientSynchronizer(model), dist.get_rank() == 0
+    with contextlib.closing(BatchNormSynchronizer(model, counts=lambda: counts)):
+        loss = mean_loss(model(batch(0, 0)))
+        undo = sync.weigh_loss(loss, float(counts), 1.0)
+        loss.backward()
+        undo()
+    plain = copy.deepcopy(model)
+    wanted = torch.autograd.grad(mean_loss(plain(batch(0, 0))), list(plain[1].parameters()))
+    torch.testing.assert_close(flat_gradient(model), torch.cat([each.flatten() for each in wanted]))
+
+
 # --- around the backward ------------------------------------------------------------------------------------------
 
 
