@@ -58,7 +58,6 @@ class Weighing:
         self.accumulates = False
         self._supposed = 0.0  # if the total is unknown: that of the last synchronization
         self._factor = 1.0  # for each contribution
-        self._is_of_loss = False  # the weight goes through the graph of a loss, or no layer of it mixes gradients
         self._hooked: list[tuple[Node, RemovableHandle]] = []
 
     def set(self, weight: float, total: float | None) -> None:
@@ -66,13 +65,12 @@ class Weighing:
         weight, total = float(weight), None if total is None else float(total)
         if self.accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
             self._require_nothing_accumulated(weight, total)
-        self.weight, self.total, self._is_of_loss = weight, total, False
+        self.weight, self.total = weight, total
         self._multiply(float(weight > 0) if total is None else self._factor_of(weight, total))
 
     def set_for(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
         """Weight the backward of ``loss`` at its root; call the result to undo it."""
         self.set(1.0, self._world_size)
-        self._is_of_loss = True
         factor = self._factor_of(float(weight), float(total))
         handles: list[RemovableHandle] = []
         if not factor:
@@ -100,7 +98,7 @@ class Weighing:
     @property
     def is_at_root(self) -> bool:
         """Whether gradients keep the weights that the losses have: those of equal parts need none."""
-        return self._is_of_loss or (self._factor == 1 and math.isclose(self.unit, 1 / self._world_size))
+        return self._factor == 1 and math.isclose(self.unit, 1 / self._world_size)
 
     @property
     def unit(self) -> float:

@@ -92,18 +92,18 @@ def test_with_7_and_3_samples_the_gradient_of_ddp_is_off_by_41_6_percent_and_our
 
 
 @WORLD
-def test_a_loss_of_padding_behind_a_frozen_batchnorm_counts_nothing() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1)).double()
-    model[0].requires_grad_(False)
-    sync, counts = GradientSynchronizer(model), dist.get_rank() == 0
-    with contextlib.closing(BatchNormSynchronizer(model, counts=lambda: counts)):
-        loss = mean_loss(model(batch(0, 0)))
-        undo = sync.weigh_loss(loss, float(counts), 1.0)
-        loss.backward()
-        undo()
-    plain = copy.deepcopy(model)
-    wanted = torch.autograd.grad(mean_loss(plain(batch(0, 0))), list(plain[1].parameters()))
-    torch.testing.assert_close(flat_gradient(model), torch.cat([each.flatten() for each in wanted]))
+def test_weights_of_parts_are_right_where_no_gradient_passes_a_batchnorm() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    sync, whole = GradientSynchronizer(model), torch.cat([batch(0, 0), batch(0, 1)])
+    own = slice(3) if dist.get_rank() else slice(3, 8)
+    with contextlib.closing(BatchNormSynchronizer(model)):
+        mean_loss(model(whole[:4])).backward()  # of equal parts: passes it
+        model[2].zero_grad()
+        sync.weigh(len(whole[own]), 8)
+        mean_loss(model[2](model[1](whole[own, :2]).detach())).backward()
+    seen = nn.functional.batch_norm(whole[:, :2], None, None, model[1].weight, model[1].bias, True)
+    wanted = torch.autograd.grad(mean_loss(model[2](seen.detach())), list(model[2].parameters()))
+    torch.testing.assert_close(flat_gradient(model[2]), torch.cat([each.flatten() for each in wanted]))
 
 
 # --- around the backward ------------------------------------------------------------------------------------------
