@@ -97,12 +97,15 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and show as its place the innermost line of the user's: not of this library, torch or a host."""
-    frame = sys._getframe()
+    """Warn, and show as its place the innermost line of the user's: not of this library, torch or a host.
+
+    Filters find it by the module that calls this.
+    """
+    frame, module = sys._getframe(), sys._getframe(1).f_globals["__name__"]
     while frame.f_back is not None and _package_of(frame) in _OURS:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def _package_of(frame: FrameType) -> str:
