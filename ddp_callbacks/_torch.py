@@ -199,13 +199,20 @@ def override(loader: DataLoader[Any], **attributes: Any) -> None:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make a loader with ``persistent_workers`` start new workers for its next pass."""
+    """Make a loader with ``persistent_workers`` start new workers for its next pass, and draw a seed for them."""
     loader._iterator = None
+    note_workers(loader, False)
+
+
+def note_workers(loader: DataLoader[Any], has_some: bool) -> None:
+    """Note whether the user's loader would have persistent workers now, if a copy had not made its passes."""
+    override(loader, ddp_callbacks_has_workers=has_some)
 
 
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
-    """Whether workers of an earlier pass wait for the next pass, which then draws no seed for them."""
-    return loader.persistent_workers and loader._iterator is not None
+    """Whether workers of an earlier pass, or of a copy's, wait for the next pass, which then draws no seed for them."""
+    noted = getattr(loader, "ddp_callbacks_has_workers", False)
+    return loader.persistent_workers and (noted or loader._iterator is not None)
 
 
 def keeps_iterator(loader: DataLoader[Any]) -> bool:

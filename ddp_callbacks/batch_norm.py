@@ -26,7 +26,6 @@ node first.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +38,7 @@ from torch.nn import SyncBatchNorm
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.comm.batch_statistics import BatchStatistics, GlobalBatch, at_least_float32
 from ddp_callbacks.comm.hosts import new_subgroup
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -136,10 +135,9 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
         return 2
     if not any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
         return 1
-    warnings.warn(
+    warn(
         f"a batch of {batch_size} samples has fewer than two for each of {world_size} processes, but BatchNorm needs "
         f"two to normalize: only {max(1, batch_size // 2)} of them compute. Use sync_batchnorm=True or larger batches.",
-        stacklevel=2,
     )
     return 2
 

@@ -19,10 +19,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
+from types import FrameType
 
 EXIT_PREEMPTED = 75
 """The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
+_HOSTS = ("lightning", "pytorch_lightning", "torchbearer", "torchmetrics")
+_OURS = frozenset(("ddp_callbacks", "torch", *_HOSTS, "contextlib", "functools", "importlib", "runpy"))
 _log = logging.getLogger("ddp_callbacks")
 
 
@@ -90,3 +94,19 @@ def say(text: str, level: int = logging.INFO) -> None:
         _log.log(level, text)
     else:
         print(f"ddp_callbacks: {text}", file=sys.stderr)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and show as its place the innermost line of the user's: not of this library, torch or a host.
+
+    Filters find it by the module that calls this.
+    """
+    frame, module = sys._getframe(), sys._getframe(1).f_globals["__name__"]
+    while frame.f_back is not None and _package_of(frame) in _OURS:
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import cmath
-import warnings
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.errors import NonFiniteLossWarning
+from ddp_callbacks.errors import NonFiniteLossWarning, warn
 from ddp_callbacks.process_group.presence import describe, presence
 
 
@@ -37,10 +36,9 @@ class LossWatch:
             return
         self._is_over = True
         if presence().store.add(f"{presence().run}/no number", 1) == 1:
-            warnings.warn(
+            warn(
                 f"{describe(dist.get_rank())}: the loss of {where} is {loss.item()}, the first that is not finite. "
                 "Its gradients spoil those of all ranks. Check this rank's part of that batch. (To stop the run there: "
                 'warnings.simplefilter("error", ddp_callbacks.errors.NonFiniteLossWarning).)',
                 NonFiniteLossWarning,
-                stacklevel=2,
             )

@@ -6,7 +6,6 @@ All functions but :func:`describe_checkpoint` are collectives and block. With a 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadc
 from ddp_callbacks.comm.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
 from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.environment import KEEP_GOING
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
@@ -122,7 +121,7 @@ def _differs(name: str, by_rank: list[dict[str, Any]]) -> bool:
 def _warn(names: list[str], what_follows: str) -> None:
     if names:
         text = f"{', '.join(names)} differed between the ranks, each of which has other data; {what_follows}"
-        warnings.warn(text, stacklevel=5)
+        warn(text)
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_ra
 from ddp_callbacks.copies import copied, shares_state
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.weighing import silence
 
@@ -149,7 +148,7 @@ def check_first_batch(
             raise
         if get_rank(process_group) == 0:
             hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
-            warnings.warn(f"{error} ({hint})", stacklevel=2)
+            warn(f"{error} ({hint})")
     except ConfigurationError as error:
         if is_strict:
             raise
@@ -195,7 +194,7 @@ def check_logged(
                 )
     except MismatchError as error:
         if get_rank(group) == 0:
-            warnings.warn(f"{error} (verify=None leaves the comparison out.)", stacklevel=2)
+            warn(f"{error} (verify=None leaves the comparison out.)")
     except ConfigurationError as error:
         _log.debug("What %s logs is not compared: %s", step, error)
 

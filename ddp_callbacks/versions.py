@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from ddp_callbacks.errors import warn
 
 __version__ = "0.1.0"
 
@@ -83,10 +84,9 @@ def _lacks(distribution: str, name: str) -> ImportError:
 def _warn_of_an_untested(distribution: str) -> None:
     installed, untested = _installed(distribution), SUPPORTED.get(distribution, "").partition("<")[2]
     if untested and _minor(installed) >= _minor(untested):
-        warnings.warn(
+        warn(
             f"{distribution} {installed} is newer than what ddp_callbacks {__version__} was tested with. If something "
             f"fails: {how_to_install(distribution)}",
-            stacklevel=2,
         )
 
 

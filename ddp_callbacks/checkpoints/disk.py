@@ -11,7 +11,6 @@ import pickle
 import re
 import shutil
 import socket
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.checkpoints.format import not_ours, require_ours
-from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.errors import CheckpointError, warn
 from ddp_callbacks.files import write_atomically
 
 _ZIP = b"PK\x03\x04"  # the first bytes of a file of torch.save
@@ -137,7 +136,7 @@ def find(path: str, weights_only: bool) -> Found | None:
         content = _load(memory, candidate, weights_only)
         if content is not None:
             if reasons:
-                warnings.warn(f"{reasons[0]}, so the run resumes from the one before: {candidate}.", stacklevel=2)
+                warn(f"{reasons[0]}, so the run resumes from the one before: {candidate}.")
             return candidate, memory, content
         reasons.append(f"{candidate} is damaged")
         _known_damaged.add(identity)

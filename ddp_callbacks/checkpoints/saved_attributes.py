@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.attributes import decode, memory_of_model, plain_attributes
+from ddp_callbacks.errors import warn
 
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
@@ -43,11 +43,10 @@ def load_attributes(module: Any, states: LocalStates, device: torch.device | str
     set_attributes(module, {name: decode(value, device) for name, value in states.mine.items() if name not in lost})
     if lost and states.rank == 0:
         names = ", ".join(f"{type(module).__name__}.{name}" for name in lost)
-        warnings.warn(
+        warn(
             f"{names}: each of the {len(states.of_ranks)} processes of the run that was cut had its own. On another "
             "number of processes they are reset. Keep what is summed over the batches of an epoch in self.log or in a "
             "metric.",
-            stacklevel=2,
         )
 
 

@@ -58,6 +58,7 @@ class BatchStatistics:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, counts: Callable[[], bool]) -> None:
         self._rank, self._world_size, self._counts = group.rank(), group.size(), counts
         self._all_reduce = choose_all_reduce(group, [device])
+        self._mixed = ""  # the last layer that has mixed gradients
         self._messages: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -86,8 +87,14 @@ class BatchStatistics:
         sums = message.view(2, -1)
         sums[0].copy_(sum_dy)
         sums[1].copy_(sum_dy_xhat)
+        self._mixed = name
         self._sum(message, f"the gradients of {name}")
         return sums
+
+    def take_mixed(self) -> str:
+        """Return the name of a layer that has mixed gradients since the last call; empty: none has. Local."""
+        mixed, self._mixed = self._mixed, ""
+        return mixed
 
     def _gather(self, input: torch.Tensor, size: int, name: str) -> torch.Tensor:
         """Return each rank's mean, variance and size: float64, ``[world_size, 2 * channels + 1]``; zeros for size 0.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import platform
 import socket
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -17,7 +16,7 @@ from ddp_callbacks.comm.agreement import listed
 from ddp_callbacks.comm.checksums import checksum_of_memory, memory_of
 from ddp_callbacks.comm.codec import Json
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast
-from ddp_callbacks.errors import ConfigurationError, MismatchError, say
+from ddp_callbacks.errors import ConfigurationError, MismatchError, say, warn
 from ddp_callbacks.process_group import get_rank
 
 OnDivergence = Literal["raise", "repair"]
@@ -116,7 +115,7 @@ def settle(
     text = f"the ranks hold different models {when}:{listed(lines)}"
     if not are_alike:
         processors = ", ".join(each.processor for each in replicas)
-        warnings.warn(f"{text}\nThey compute on {processors}; all continue with rank 0's.", stacklevel=3)
+        warn(f"{text}\nThey compute on {processors}; all continue with rank 0's.")
     elif on_divergence == "raise":
         raise MismatchError(f"{text}\n{_REMEDY}")
     elif None in sources.values():

@@ -74,7 +74,7 @@ class Parameters:
         named: The parameters by name.
         names: The names of the parameters, by id.
         dense, sparse: Those with dense and with sparse gradients.
-        batch_norms: The module's BatchNorm layers by name.
+        batch_norms: The module's BatchNorm layers.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -85,7 +85,7 @@ class Parameters:
         are_sparse = _sparse_parameters(module)
         self.dense = [each for each in self.named.values() if id(each) not in are_sparse]
         self.sparse = [each for each in self.named.values() if id(each) in are_sparse]
-        self.batch_norms = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
+        self.batch_norms: list[Any] = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
         self._note_content()
 
     def changes(self) -> dict[str, torch.nn.Parameter] | None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,8 +21,30 @@ from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices
 from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
-from ddp_callbacks.data.workers import spared_workers
+from ddp_callbacks.data.workers import spared_workers, workers_as_of
 from ddp_callbacks.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PartCollation:
+    """The user's ``collate_fn``; its errors say that it has got a part of a batch.
+
+    Args:
+        name: Of the data set.
+    """
+
+    collate: Callable[[Any], Any]
+    name: str
+
+    def __call__(self, samples: Any) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            error.add_note(
+                f"collate_fn has got this process's {len(samples)} samples of a batch of {self.name}. If it leaves out "
+                "samples, a part may lose all of them: leave them out in the data set or the sampler, or keep one."
+            )
+            raise
 
 
 class Part(Source):
@@ -42,9 +65,12 @@ class Part(Source):
         self.sampler: Any = loader.batch_sampler or loader.sampler
         objects = {"loader": loader} | objects_of_order(sampler=self.sampler)
         super().__init__(copied_loader(loader), objects, divider, group)
+        self._original = loader
         self.has_batches = loader.batch_sampler is not None or isinstance(self.sampler, BatchSampler)
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
+        if divider.world_size > 1 and divider.division == "global":
+            override(self.loader, collate_fn=PartCollation(loader.collate_fn, name_of(loader)))
         self._is_checked = divider.division == "own" or divider.world_size == 1
         self._loading = Loading() if divider.world_size > 1 and not self.loader.num_workers else None
         self.indices = list[list[Any]]()
@@ -102,7 +128,7 @@ class Part(Source):
             Order(self.sampler, self, start.of_last()).begin()
         self._order, self.indices = Order(self.sampler, self, start), []
         self._begun = Pass(self, self._order, limit, start)
-        with spared_workers(self.loader):
+        with spared_workers(self.loader), workers_as_of(self._original, self.loader):
             batches = iter(self.loader)
         if start and start.position and start.position["drawn"]:
             self._order.begin()

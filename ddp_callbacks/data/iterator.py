@@ -30,7 +30,6 @@ class Start(NamedTuple):
         before: The random states when ``iter`` was called.
         position: The position of an earlier run; ``None``: the pass begins at the first batch.
         last: Where the pass before, of an earlier run, ended, if it is to be compared.
-        draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
         attributes: Those of the objects on which the order depends.
         plain: A copy of them when ``iter`` was called.
     """
@@ -39,7 +38,6 @@ class Start(NamedTuple):
     before: State
     position: Mapping[str, Any] | None
     last: Mapping[str, Any] | None
-    draws_from_before: bool
     attributes: OrderAttributes
     plain: Attributes
 

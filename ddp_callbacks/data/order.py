@@ -14,6 +14,7 @@ from typing import Any
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
+    State,
     digest_of,
     get_global_state,
     is_same_state,
@@ -52,7 +53,8 @@ class Order(Iterable[Any]):
         self._sampler, self._sources, self._group, divider = sampler, source.sources, source.group, source.divider
         self._is_sent = divider.division != "own" and divider.world_size > 1
         self._runs_sampler = not self._is_sent or divider.rank == 0
-        self._start, self._begin = start, start.before if start and start.draws_from_before else None
+        self._start = start
+        self._begin: State | None = None
         self._batches: Iterator[Any] | None = None  # the sampler's iterator, on ranks that run it
         self._again: list[Any] = []  # the next block, if an earlier run drew it
         self._is_over = False

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_callbacks._torch import has_persistent_workers
+from ddp_callbacks._torch import has_persistent_workers, note_workers
 from ddp_callbacks.data.global_state import (
     get_global_state,
     get_state_of,
@@ -49,7 +49,6 @@ class Resumable(ShardedLoader):
         self._pass: Pass | None = None  # the last one that has begun in this run
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._last: Mapping[str, Any] | None = None  # where the pass before, of an earlier run, ended
-        self._had_workers = False
         self.attributes = OrderAttributes({**self._source.objects, "loader": self._source.loader})
         if isinstance(self._source.loader, DataLoader):
             keep_workers(self._source.loader)
@@ -83,7 +82,7 @@ class Resumable(ShardedLoader):
             "passes": self._passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
-            "has_workers": self._had_workers or self._keeps_workers(),
+            "has_workers": isinstance(self.loader, DataLoader) and has_persistent_workers(self.loader),
             "data": [get_state_of(generator) for generator in self._generators_of_data()],
             "pass": position and {**position, "attributes": within},
             "last": last and {**last, "attributes": before},
@@ -105,7 +104,9 @@ class Resumable(ShardedLoader):
         self.shares.clear()
         self._pass, self._resumed = None, state["pass"]
         self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
-        self._passes, self._had_workers = state["passes"], state["has_workers"]
+        self._passes = state["passes"]
+        if isinstance(self.loader, DataLoader):
+            note_workers(self.loader, state["has_workers"])
         set_generators(self._source.sources, state["generators"])
         self.attributes.load(state.get("attributes", {}))
         if (state["rank"], state["world_size"]) == (self._source.divider.rank, self._source.divider.world_size):
@@ -120,16 +121,13 @@ class Resumable(ShardedLoader):
 
     def __iter__(self) -> ShardedIterator:
         before, resumed = get_global_state(self._source.sources), self._resumed
-        starts_workers = self._had_workers and not self._keeps_workers()
         if self._last is not None and isinstance(self.loader, Iterator):
             raise ConfigurationError(
                 f"a {type(self.loader).__name__} cannot begin a pass again: it continues where the last one ended. To "
                 "resume, give an iterable whose __iter__ begins a pass."
             )
-        start = Start(
-            self._passes, before, resumed, self._last, starts_workers, self.attributes, self.attributes.take()
-        )
-        self._resumed, self._last, self._had_workers = None, None, False
+        start = Start(self._passes, before, resumed, self._last, self.attributes, self.attributes.take())
+        self._resumed = self._last = None
         iterator = self._iterate(start)
         self._pass, self._passes = iterator.current, self._passes + 1
         if resumed is not None:
@@ -140,9 +138,6 @@ class Resumable(ShardedLoader):
         """Return the data set's generators, from which this rank draws when it loads samples. Workers have copies."""
         dataset = getattr(self.loader, "dataset", None)
         return [] if any(source is dataset for source in self._source.sources) else own_generators(dataset)
-
-    def _keeps_workers(self) -> bool:
-        return isinstance(self._source.loader, DataLoader) and has_persistent_workers(self._source.loader)
 
     def _about(self) -> dict[str, Any]:
         is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)

@@ -20,7 +20,6 @@ samples, and its result doesn't count.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,10 @@ from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source, Start
-from ddp_callbacks.data.nested import has_state, name_of
+from ddp_callbacks.data.nested import has_state, length_of, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
+from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.generators import default_generators, states_of
@@ -99,6 +99,15 @@ class ShardedLoader:
         for loader in (self.loader, self._source.loader):
             if isinstance(loader, DataLoader):
                 forget_workers(loader)
+
+    def passes_shares(self) -> list[Share]:
+        """Return this rank's share of the usual batch and of the last one of a pass; nothing if a batch may differ."""
+        size, samples = getattr(self.loader, "batch_size", None), length_of(getattr(self.loader, "sampler", None))
+        divider = self._source.divider
+        if divider.division != "global" or not size or not samples or (samples < size and self.loader.drop_last):
+            return []
+        last = size if self.loader.drop_last else (samples - 1) % size + 1
+        return [divider.share_of(size), divider.share_of(last)]
 
     @property
     def indices(self) -> list[list[Any]] | None:
@@ -181,7 +190,7 @@ def _part_of(loader: Any, division: Division, group: dist.ProcessGroup | None, a
         return loader
     if is_distributed(loader):
         if division != "per_process" and get_rank(group) == 0:
-            warnings.warn(_LEFT_ALONE.format(name=name_of(loader)), stacklevel=3)
+            warn(_LEFT_ALONE.format(name=name_of(loader)))
         return loader
     kind = ShardedDataLoader if isinstance(loader, DataLoader) else ShardedLoader
     return kind(loader, division, group, at_least)

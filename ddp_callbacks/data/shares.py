@@ -165,6 +165,11 @@ class Divider:
         """The number of batches per step."""
         return self.world_size if self.division in ("per_process", "dealt") else 1
 
+    def share_of(self, size: int) -> Share:
+        """Return this rank's share of a batch of ``size`` samples, if batches are divided."""
+        start, end = slice_bounds(size, self.rank, self.world_size, self.at_least)
+        return Share(end - start, size)
+
     def steps(
         self, batches: Iterator[Any], size_of: Callable[[Any], int], part_of: Callable[[Any, slice], Any]
     ) -> Iterator[Step]:

@@ -196,11 +196,11 @@ class Reducer:
 
     def _require_weighed_losses(self) -> None:
         """Raise if this rank's gradients were weighted behind layers that had mixed the ranks' gradients."""
-        layers = {} if self.weighing.is_at_root else self.known.batch_norms
-        for name, layer in layers.items():
-            if getattr(layer, "is_synchronized", False) and layer.training:
+        layers = [layer for layer in self.known.batch_norms if getattr(layer, "is_synchronized", False)]
+        for mixed in [layer.statistics.take_mixed() for layer in layers]:
+            if mixed and not self.weighing.is_at_root:
                 raise ConfigurationError(
-                    f"{name} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
+                    f"{mixed} is a BatchNorm that mixes the gradients of all processes in backward, so weights of "
                     "unequal parts come too late after it. Call weigh_loss(loss, weight, total) of the "
                     "GradientSynchronizer before backward, not weigh(); in a Trial's closure call on_criterion."
                 )

@@ -158,6 +158,11 @@ def loader_of(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def mode_of(combined: Any) -> str:
+    """Return how a ``CombinedLoader`` combines the batches of its loaders."""
+    return str(combined._mode)
+
+
 def active_loop(trainer: Any) -> Any:
     """Return the running loop."""
     return trainer._active_loop
@@ -170,7 +175,7 @@ def loaders_of(loop: Any) -> list[Any]:
 
 def loaders_of_batch(loop: Any, dataloader_idx: int) -> list[Any]:
     """Return the loaders that a batch of a loop comes from."""
-    is_sequential = loop._combined_loader._mode == "sequential"
+    is_sequential = mode_of(loop._combined_loader) == "sequential"
     return loaders_of(loop)[dataloader_idx : dataloader_idx + 1] if is_sequential else loaders_of(loop)
 
 

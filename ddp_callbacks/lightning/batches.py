@@ -173,6 +173,25 @@ class Batches:
         return weigh(batch, share, self._weight_of, self._reduction)
 
 
+def require_alike_steps(trainer: Any) -> None:
+    """Raise now if a later step of an epoch would have batches that are divided unlike, as far as loaders tell. Local.
+
+    Raises:
+        ConfigurationError: As :meth:`Batches.take`.
+    """
+    combined = _parts.loader_of(trainer.fit_loop)
+    mode, loaders = _parts.mode_of(combined), [each for each in combined.flattened if isinstance(each, ShardedLoader)]
+    passes = [(len(loader), *shares) for loader in loaders if (shares := loader.passes_shares())]
+    if mode == "sequential" or len(passes) < len(combined.flattened):
+        return
+    count = min(trainer.num_training_batches, (min if mode == "min_size" else max)(each for each, *_ in passes))
+    count = min(count, trainer.max_steps) if trainer.max_steps > 0 else count
+    ends = (step for length, *_ in passes for step in range(length - 1, int(count), length))
+    for step in sorted({0, *ends}):
+        there = [each for each in passes if mode == "max_size_cycle" or step < each[0]]
+        _require_alike([last if step % length == length - 1 else usual for length, usual, last in there])
+
+
 def give_loaders_back(trainer: Any) -> None:
     """Put the user's loaders back into the Trainer's loops, and end the workers of the last passes."""
     fit_loop = trainer.fit_loop

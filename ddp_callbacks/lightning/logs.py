@@ -17,13 +17,13 @@ log, or read logged values. With local steps, the ranks join only in steps in wh
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.errors import warn
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
 from ddp_callbacks.lightning.batches import Batches
@@ -263,13 +263,12 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
         if name not in self._warned and highest - lowest > 1e-6 * max(abs(lowest), abs(highest)):
             self._warned.add(name)
-            warnings.warn(
+            warn(
                 f"{name!r} is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
                 f"{highest:.6g}). It becomes their mean, weighted by samples, which may not be the value of one "
                 "process. Log it in the step or use a torchmetrics metric; if the mean is what you want, pass "
                 "sync_dist=True.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:

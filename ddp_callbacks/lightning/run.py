@@ -19,7 +19,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.batches import Batches, joint_loss, weighed_backward
+from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
@@ -89,6 +89,7 @@ class Run:
                     self._exit.before(callback, name, self._before_monitor)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
+        self._exit.before(trainer.fit_loop, "on_run_start", functools.partial(require_alike_steps, trainer))
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._exit.before(loop, "on_run_start", self._before_evaluation)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
@@ -243,7 +244,8 @@ class Run:
         with context, self._draws.backward():
             yield
         if self._synchronizer is not None and self._trainer.strategy.trains_in_callbacks:
-            self._synchronizer.weigh(*self.batches.weight_and_total)  # for the callbacks' own backwards
+            share = self.batches.share
+            self._synchronizer.weigh(share.local, share.total)  # the callbacks' own losses are means over the samples
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""

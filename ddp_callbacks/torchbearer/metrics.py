@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.attributes import changed, checksums_of, decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.errors import MismatchError, warn
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, has_event, wrap_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
@@ -121,7 +120,7 @@ class ReduceMetrics(DistributedCallback):
             lost = _lost(metric, of_ranks, states.is_same_world, state) if is_in_pass else []
             vars(metric).update({} if lost else states.mine["metrics"][place])
             if lost and states.rank == 0:
-                warnings.warn(_cannot_continue(metric, lost, len(of_ranks), states.is_same_world), stacklevel=2)
+                warn(_cannot_continue(metric, lost, len(of_ranks), states.is_same_world))
         recorded = states.mine["pass"]
         if is_in_pass and not states.is_same_world:
             recorded, running = _load_merged(metrics, states, self._loss_weight.reduction(state))
@@ -394,11 +393,10 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
     for key in numbers:
         values = [others.get(key) for others in found]
         if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
-            warnings.warn(
+            warn(
                 f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
                 "epoch value is the mean over the processes, weighted by samples. For one process's value, make it "
                 "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda).",
-                stacklevel=2,
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
             final[key] = (torch.stack(counted).sum(0) / sum(counts)).tolist()

@@ -91,6 +91,21 @@ def test_with_7_and_3_samples_the_gradient_of_ddp_is_off_by_41_6_percent_and_our
         assert error_with(model, own) < 1e-12
 
 
+@WORLD
+def test_weights_of_parts_are_right_where_no_gradient_passes_a_batchnorm() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    sync, whole = GradientSynchronizer(model), torch.cat([batch(0, 0), batch(0, 1)])
+    own = slice(3) if dist.get_rank() else slice(3, 8)
+    with contextlib.closing(BatchNormSynchronizer(model)):
+        mean_loss(model(whole[:4])).backward()  # of equal parts: passes it
+        model[2].zero_grad()
+        sync.weigh(len(whole[own]), 8)
+        mean_loss(model[2](model[1](whole[own, :2]).detach())).backward()
+    seen = nn.functional.batch_norm(whole[:, :2], None, None, model[1].weight, model[1].bias, True)
+    wanted = torch.autograd.grad(mean_loss(model[2](seen.detach())), list(model[2].parameters()))
+    torch.testing.assert_close(flat_gradient(model[2]), torch.cat([each.flatten() for each in wanted]))
+
+
 # --- around the backward ------------------------------------------------------------------------------------------
 
 

@@ -246,14 +246,13 @@ def logs(p: TrainerBuild, reduction: str) -> None:
 
 @trainer_part(without="loss ends_epochs_early limits", each=STAGES)
 def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
-    """In an epoch of few batches, each part may have one: sizes of 1 throughout look like ``batch_size=1``."""
-    on_step = p.maybe()
+    """As long as each part has one, sizes of 1 look like ``batch_size=1``: in a step, or an epoch of few batches."""
 
     def note(module: Module, batch: Any) -> None:
         chosen = (batch[1] == 2) & (batch[0][:, 0] > 0.3)
         if chosen.any():
             loss = F.cross_entropy(module(batch[0][chosen]), batch[1][chosen]).detach()
-            module.log("class", loss, batch_size=int(chosen.sum()), on_step=on_step, on_epoch=True)
+            module.log("class", loss, batch_size=int(chosen.sum()), on_step=False, on_epoch=True)
 
     in_steps(p, stage, note)
 
@@ -365,6 +364,7 @@ def _make_metric(name: str) -> Any:
 @trainer_part(each=(*BY_LOGITS, *BY_VALUES))
 def metric(p: TrainerBuild, name: str) -> None:
     """Its value is logged at the end of the epoch."""
+    p.allowed.append("in a way .dist_reduce_fx. that cannot be put together")  # on fewer processes, after a cut
     stage = p.rng.choice(STAGES)
 
     def note(module: Module, batch: Any) -> None:

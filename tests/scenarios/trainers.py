@@ -1040,9 +1040,14 @@ class Online(pl.Callback):
 
 @scenario
 def a_classifier_that_a_callback_trains(strategy: Any) -> Any:
-    online = Online()
-    found = fit(strategy, Net(), loader(29, 8), loader(13, 5, 9), callbacks=[online])
-    return found | {"evaluator": online.evaluator.weight.detach().clone()}
+    """Its loss is a mean over the samples, whatever the module's is."""
+
+    def found(strategy: Any, module: Any, make: Any) -> Any:
+        online = Online()
+        found = fit(strategy, module, make(29, 8, 0), make(13, 5, 9), callbacks=[online])
+        return found | {"evaluator": online.evaluator.weight.detach().clone()}
+
+    return [found(strategy, Net(), loader), found(given(strategy, weight=counted), MaskedMean(), masked)]
 
 
 class Centres(Net):

@@ -353,6 +353,13 @@ def workers(extra: Extra) -> Any:
 
 
 @exact
+def workers_that_wait_for_another_trial(extra: Extra) -> Any:
+    """The second Trial draws no seed for them."""
+    loader = DataLoader(data(30), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    return [train(trial(extra()), loader) for _ in range(2)]
+
+
+@exact
 def train_steps_below_and_above_an_epoch(extra: Extra) -> Any:
     def loader() -> DataLoader[Any]:
         return DataLoader(data(30), 8, shuffle=True)

@@ -6,6 +6,7 @@ import collections
 import copy
 import multiprocessing
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +17,23 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import trainers
 from kit.compare import assert_equal
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from trainer_cases import OURS, PLAIN, RELATIVE, TWO, Bodies, message_of, on_one, quiet
 from trainers import FEATURES, Net, Stream, TwoSources, data, fit, loader, outcome, trainer
 
+from ddp_callbacks.errors import PeerError
 from ddp_callbacks.lightning import CallbackStrategy
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
@@ -163,12 +174,12 @@ def test_what_is_not_divided_is_said_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(OURS, None, sampled)
-    texts = [str(each.message) for each in caught]
-    said = [text for text in texts if "istributedSampler" in text]
+    said = [str(each.message) for each in caught if "istributedSampler" in str(each.message)]
     assert len(said) == (0 if dist.get_rank() else 1)  # in two epochs
     if said:
         assert said[0].startswith("The loader of TensorDataset has a DistributedSampler, so it is left unchanged")
         assert 'strategy="callbacks" is another name' in said[0]
+        assert [each.filename for each in caught if str(each.message) == said[0]] == [trainers.__file__]  # calls fit
 
 
 @WORLD.on(TWO)
@@ -177,8 +188,24 @@ def test_what_cannot_be_divided_is_refused_with_the_remedy() -> None:
     ragged = DataLoader(Wrapped(dict, ragged=True), batch_size=None)
     said = message_of(lambda: fit(OURS, TakesMappings(), ragged))
     assert "a batch of Wrapped (dict: [4, 6], [4], [3]) has no common first dimension" in said
-    said = message_of(lambda: fit(OURS, TwoSources(), {"a": loader(8, 4), "b": loader(6, 3)}))
+    steps = TwoSources()
+    said = message_of(lambda: fit(OURS, steps, {"a": loader(16, 4), "b": loader(11, 4)}))  # its third batch has 3
+    assert steps.trainer.global_step == 0
     assert f"equal proportions, as one number weighs their loss, got 2 of 4, {2 - dist.get_rank()} of 3 samples" in said
+
+
+def drop_negative(samples: Any) -> Any:
+    return default_collate([sample for sample in samples if sample[0][0] > 0])
+
+
+@WORLD.on(TWO)
+def test_a_part_that_a_collate_fn_empties_is_told() -> None:
+    rows = TensorDataset(torch.tensor([[1.0] * FEATURES, [-1.0] * FEATURES]).double(), torch.tensor([0, 1]))
+    made = DataLoader(rows, 2, collate_fn=drop_negative, num_workers=1)
+    with pytest.raises((IndexError, PeerError)) as caught:
+        fit(OURS, None, made)
+    said = "".join(traceback.format_exception(caught.value))
+    assert "collate_fn has got this process's 1 samples of a batch of TensorDataset. If it leaves out" in said
 
 
 # --- changes at random ------------------------------------------------------------------------------------------------
