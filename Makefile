@@ -1,4 +1,4 @@
-# make demo    train on two processes, on this machine
+# make demo    train a Lightning script on one process and on two, and compare: a minute, once torch is there
 # make parts   the tests that start no process: a minute
 # make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
 # make check   also real interpreters, hosts, MPI and pages: 15 minutes; SETUP_HOSTS=1 installs what hosts need
@@ -16,13 +16,17 @@
 #                downloads several gigabytes. One of the two: make versions-oldest, make versions-newest
 # make clean   remove what make has made
 #
-# Each sets up what it needs in .venv, versions in .venv-oldest and .venv-newest, check-apps in .venv-apps. With another Python:
+# make check-engines  the library inside Ray Train, Dask, Submitit, Hydra and notebooks; takes 2 GB on disk
+#
+# Each sets up what it needs in .venv (demo a part of it), versions in .venv-oldest and .venv-newest, check-apps in
+# .venv-apps, check-engines in .venv-engines. With another Python:
 # make PYTHON=python3.12 test, make OLDEST_PYTHON=... NEWEST_PYTHON=... versions
 
 PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
+DEMO = $(VENV)/demo
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup
@@ -44,8 +48,8 @@ CUDA_PYTHON ?= $(BIN)/python
 	versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
-demo: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
+demo: $(DEMO)
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 parts: $(INSTALLED)
 	$(PYTEST) --tier parts
@@ -91,11 +95,16 @@ docs: $(INSTALLED)
 	@echo "open docs/_build/html/index.html"
 
 # torch first and by its exact version: without it pip would take the newest.
-$(INSTALLED): pyproject.toml
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	@echo "Setting up $(VENV) (torch is large: the first time can take minutes) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "Setting up the rest, for developers ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
@@ -125,4 +134,4 @@ hosts:
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .venv-apps .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .venv-apps .venv-engines .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -4,14 +4,18 @@ two_nodes.svg       the processes and connections of a job on two nodes
 layers.svg          the layers of the package
 batch.svg           how a batch is divided
 hierarchical.svg    the hierarchical all-reduce beside a ring
+badges.svg          what the package runs with
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from html import escape
 from pathlib import Path
 
 from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks.versions import SUPPORTED
 
 HERE = Path(__file__).parent
 WIDTH = 760
@@ -251,7 +255,32 @@ def _traffic(drawing: Drawing, y: float) -> None:
             drawing.text(188 + 200 * times, height + 13, f"{name}: {times:.4g} S", 12)
 
 
-DRAWINGS = {"two_nodes": two_nodes, "layers": layers, "batch": batch, "hierarchical": hierarchical}
+def badges() -> str:
+    """By the package's own metadata."""
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    python = re.findall(r":: (3\.\d+)", " ".join(project["classifiers"]))
+    lowest, beyond = re.findall(r"[\d.]+", SUPPORTED["torch"])
+    highest = f"2.{int(beyond.removeprefix('2.')) - 1}"
+    cells = (
+        ("Python", f"{python[0]} to {python[-1]}"),
+        ("torch", f"{lowest} to {highest}"),
+        ("Lightning", re.findall(r"[\d.]+", SUPPORTED["lightning"])[0]),
+        ("Torchbearer", SUPPORTED["torchbearer"].removeprefix("==")),
+        ("license", project["license"]),
+        ("status", re.findall(r"Status :: \d - (\w+)", " ".join(project["classifiers"]))[0].lower()),
+    )
+    drawing, x = Drawing(20, ", ".join(f"{name} {value}" for name, value in cells)), 0.0
+    for name, value in cells:
+        left, right = (7.0 * len(word) + 12 for word in (name, value))
+        drawing.shape(f"<rect x='{x:g}' width='{left:g}' height='20' fill='#555c66'/>")
+        drawing.shape(f"<rect x='{x + left:g}' width='{right:g}' height='20' fill='{DARK}'/>")
+        drawing.middle(x + left / 2, 14, name, 11, PAPER)
+        drawing.middle(x + left + right / 2, 14, value, 11, PAPER)
+        x += left + right + 6
+    return drawing.svg()
+
+
+DRAWINGS = {"badges": badges, "two_nodes": two_nodes, "layers": layers, "batch": batch, "hierarchical": hierarchical}
 
 
 def main() -> None:
