@@ -44,7 +44,11 @@ APPS = chemprop==2.3.1 darts==0.48.1 neuralforecast==3.3.0 pytorch-forecasting==
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo parts test check night check-cuda check-apps lint promises docs hosts clean \
+# Programs that start processes themselves; each is a row of tests/engines.
+ENGINES = "ray[train]==2.60.0" "dask[distributed]==2026.8.0" submitit==1.5.4 hydra-core==1.3.8 nbclient==0.11.0 ipykernel \
+	kubernetes-validate==1.37.0
+
+.PHONY: demo parts test check night check-cuda check-apps check-engines lint promises docs hosts clean \
 	versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
@@ -62,7 +66,7 @@ check: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 
 night: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 	SEED=$${SEED:-$$(date +%Y%m%d)} $(PYTEST) --tier night
-	$(MAKE) check-apps versions
+	$(MAKE) check-apps check-engines versions
 
 # PYTHONPATH: the package need not be installed there.
 check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
@@ -74,6 +78,9 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps
 	.venv-apps/bin/python -m pytest -n 0 tests/trainer/test_lightning_equivalence.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
+
+check-engines: .venv-engines/installed
+	.venv-engines/bin/python -m pytest -n 0 tests/engines
 
 versions: versions-oldest versions-newest
 
@@ -126,6 +133,14 @@ $(INSTALLED): $(DEMO)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 \
 		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,examples]'
+	@touch $@
+
+.venv-engines/installed: pyproject.toml
+	@echo "Installing $(ENGINES) in $(@D) ..."
+	@$(PYTHON) -m venv --clear $(@D)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 lightning==2.6.6 \
+		$(ENGINES) pytest pytest-timeout pytest-xdist --editable '.[torchbearer]'
 	@touch $@
 
 # What the tests between real hosts need. Without it they are skipped, and say what is missing.
