@@ -140,7 +140,7 @@ $(INSTALLED): $(DEMO)
 	@$(PYTHON) -m venv --clear $(@D)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 lightning==2.6.6 \
-		$(ENGINES) pytest pytest-timeout pytest-xdist --editable '.[torchbearer]'
+		$(ENGINES) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,demo]'
 	@touch $@
 
 # What the tests between real hosts need. Without it they are skipped, and say what is missing.

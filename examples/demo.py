@@ -30,7 +30,7 @@ def main() -> None:
         results = [train(name, [*command, "--logs", folder]) for name, command in COMMANDS.items()]
     if results[0] != results[1]:
         sys.exit("the results differ: docs/how_to/my_numbers_differ.md")
-    print("\nThe same results. (Seconds with the start of Python; a model this small gains no time from two processes.)")
+    print("\nThe same results. (Seconds include the start of Python; a model this small gains no time.)")
     print(NEXT)
 
 

@@ -1,4 +1,4 @@
-"""Run what the page on other engines shows: ``python on_page.py "Ray Train" with_strategy``, its name in training.py."""
+"""Run what the page on other engines shows, with a function of training.py: `on_page.py "Ray Train" with_strategy`."""
 
 from __future__ import annotations
 

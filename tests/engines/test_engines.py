@@ -32,7 +32,7 @@ def start(command: list[Any], folder: Path, **environ: Any) -> subprocess.Popen[
     """Start it as in a shell: without what pytest has set."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DDP_CALLBACKS"))}
     own |= {"PATH": f"{Path(sys.executable).parent}:{own['PATH']}", "PYTHONPATH": python_path()}
-    own |= {"RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": "/tmp"}
+    own |= {"RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environ = {name: str(value) for name, value in environ.items()}
     return subprocess.Popen(list(map(str, command)), cwd=folder, env=own | environ, **options)
@@ -123,7 +123,9 @@ def test_the_command_of_the_indexed_job(tmp_path: Path, expected: dict[str, list
     address = f"{job['metadata']['name']}-0.{pod['subdomain']}"  # the name of the pod with index 0
     assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
     *shell, line = pod["containers"][0]["command"]
-    line = line.replace(f"={address}", "=127.0.0.1").replace("29500", str(free_port())).replace("train.py", str(TRAINING))
+    line = (
+        line.replace(f"={address}", "=127.0.0.1").replace("29500", str(free_port())).replace("train.py", str(TRAINING))
+    )
     assert "127.0.0.1" in line
     pods = [start([*shell, line], tmp_path, JOB_COMPLETION_INDEX=index) for index in range(job["spec"]["completions"])]
     assert_trained(expected["with_strategy"], tmp_path / "result", finish(*pods))

@@ -1,6 +1,6 @@
 """One small training as a Trainer, a Trial and a loop; rank 0 leaves the parameters in the file RESULT.
 
-With KILL, rank 1 is killed by SIGKILL once, in mid-epoch, and leaves that file; with RESUME, the run resumes from a file.
+With KILL, rank 1 is killed by SIGKILL once, in mid-epoch, and leaves that file; with RESUME, a run resumes from a file.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""README.md and the pages of the site: their code runs, their links lead somewhere, and the site builds."""
+"""README.md and the pages of the site: their code runs, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import importlib
-import importlib.util
 import inspect
 import re
 import runpy
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.commands import run
 from kit.pages import (
     COLD,
     LANGUAGES,
@@ -310,17 +308,6 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
             assert here == there or levels[there] < levels[here], f"{name} imports {other}"
     inside = {name: others - {_entry(name)} for name, others in _imports().items()}
     assert list(graphlib.TopologicalSorter(inside).static_order())  # raises CycleError
-
-
-# --- the site --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
-@pytest.mark.pages
-def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """The site builds without a warning."""
-    command = ["python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
-    run([*command, DOCS, tmp_path / "html"], ROOT)
 
 
 # --- how blocks are read and compared --------------------------------------------------------------------------------
