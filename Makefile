@@ -1,4 +1,4 @@
-# make demo    train on two processes, on this machine
+# make demo    train a Lightning script on one process and on two, and compare: a minute, once torch is there
 # make parts   the tests that start no process: a minute
 # make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
 # make check   also real interpreters, hosts, MPI and pages: 15 minutes; SETUP_HOSTS=1 installs what hosts need
@@ -16,13 +16,17 @@
 #                downloads several gigabytes. One of the two: make versions-oldest, make versions-newest
 # make clean   remove what make has made
 #
-# Each sets up what it needs in .venv, versions in .venv-oldest and .venv-newest, check-apps in .venv-apps. With another Python:
+# make check-engines  the library inside Ray Train, Dask, Submitit, Hydra and notebooks; takes 2 GB on disk
+#
+# Each sets up what it needs in .venv (demo a part of it), versions in .venv-oldest and .venv-newest, check-apps in
+# .venv-apps, check-engines in .venv-engines. With another Python:
 # make PYTHON=python3.12 test, make OLDEST_PYTHON=... NEWEST_PYTHON=... versions
 
 PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
+DEMO = $(VENV)/demo
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup
@@ -40,12 +44,16 @@ APPS = chemprop==2.3.1 darts==0.48.1 neuralforecast==3.3.0 pytorch-forecasting==
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo parts test check night check-cuda check-apps lint promises docs hosts clean \
+# Programs that start processes themselves; each is a row of tests/engines.
+ENGINES = "ray[train]==2.60.0" "dask[distributed]==2026.8.0" submitit==1.5.4 hydra-core==1.3.8 nbclient==0.11.0 ipykernel \
+	kubernetes-validate==1.37.0
+
+.PHONY: demo parts test check night check-cuda check-apps check-engines lint promises docs hosts clean \
 	versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
-demo: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
+demo: $(DEMO)
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 parts: $(INSTALLED)
 	$(PYTEST) --tier parts
@@ -58,7 +66,7 @@ check: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 
 night: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 	SEED=$${SEED:-$$(date +%Y%m%d)} $(PYTEST) --tier night
-	$(MAKE) check-apps versions
+	$(MAKE) check-apps check-engines versions
 
 # PYTHONPATH: the package need not be installed there.
 check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
@@ -70,6 +78,9 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps
 	.venv-apps/bin/python -m pytest -n 0 tests/trainer/test_lightning_equivalence.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
+
+check-engines: .venv-engines/installed
+	.venv-engines/bin/python -m pytest -n 0 tests/engines
 
 versions: versions-oldest versions-newest
 
@@ -91,11 +102,16 @@ docs: $(INSTALLED)
 	@echo "open docs/_build/html/index.html"
 
 # torch first and by its exact version: without it pip would take the newest.
-$(INSTALLED): pyproject.toml
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	@echo "Setting up $(VENV) (torch is large: the first time can take minutes) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "Setting up the rest, for developers ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
@@ -119,10 +135,18 @@ $(INSTALLED): pyproject.toml
 		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,examples]'
 	@touch $@
 
+.venv-engines/installed: pyproject.toml
+	@echo "Installing $(ENGINES) in $(@D) ..."
+	@$(PYTHON) -m venv --clear $(@D)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 lightning==2.6.6 \
+		$(ENGINES) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,demo]'
+	@touch $@
+
 # What the tests between real hosts need. Without it they are skipped, and say what is missing.
 hosts:
 	@timeout 600 apt-get install -qq -y --no-install-recommends openssh-server iproute2 nftables openmpi-bin slurm-wlm > /dev/null \
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .venv-apps .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .venv-apps .venv-engines .pytest_cache .mypy_cache .ruff_cache *.egg-info

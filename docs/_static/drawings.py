@@ -1,17 +1,23 @@
 """Draw the figures that show how things are arranged: ``python docs/_static/drawings.py``.
 
 two_nodes.svg       the processes and connections of a job on two nodes
-layers.svg          the layers of the package
+layers.svg          the modules of the package, by what they import
 batch.svg           how a batch is divided
 hierarchical.svg    the hierarchical all-reduce beside a ring
+badges.svg          what the package runs with
 """
 
 from __future__ import annotations
 
+import ast
+import graphlib
+import re
+import tomllib
 from html import escape
 from pathlib import Path
 
 from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks.versions import SUPPORTED
 
 HERE = Path(__file__).parent
 WIDTH = 760
@@ -121,43 +127,54 @@ def two_nodes() -> str:
     return drawing.svg()
 
 
+PACKAGE = HERE.parents[1] / "ddp_callbacks"
+LAUNCHER, ADAPTERS = ("auto", "launcher", "reporting"), ("lightning", "pytorch_lightning", "torchbearer", "_api")
+
+
+def imports() -> dict[str, set[str]]:
+    """What each module or folder of the package imports of the others, as its code says."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not name.startswith("__"):
+            body = ast.parse(path.read_text()).body
+            body += [node for each in body if isinstance(each, ast.If) for node in each.orelse]  # not for type checkers
+            modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
+            others = {str(module).split(".")[1] for module in modules if str(module).startswith("ddp_callbacks.")}
+            found.setdefault(name, set()).update(others - {name})
+    return found
+
+
+def floors() -> list[list[str]]:
+    """The modules and folders in floors: each imports only from lower ones, and stands as low as it can."""
+    order, height = imports(), dict[str, int]()
+    for name in graphlib.TopologicalSorter(order).static_order():
+        height[name] = max((height[other] + 1 for other in order[name]), default=0)
+    return [sorted(name for name in height if height[name] == floor) for floor in range(max(height.values()) + 1)]
+
+
 def layers() -> str:
     """From the top to the bottom: what is used by whom."""
-    drawing = Drawing(558, "The layers of the package")
-    left, width = 108, 440
-    rows: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("adapters", PURPLE, ("lightning/\nthe strategy", "torchbearer/\nthe callbacks")),
-        ("engines", ORANGE, ("gradients\nevery backward", "local_sgd\nevery few steps", "batch_norm\nwhole batch")),
-        ("", ORANGE, ("weighing\na rank\u2019s weight", "verification\nchecks gradients")),
-        ("data", GREEN, ("data/\ndivides a batch", "replicas\nstart and stay equal")),
-        ("transport", TEAL, ("comm/\nprocess group, shared memory, hierarchical",)),
-        ("group", BLUE, ("process_group/\njoins the ranks, names a rank that failed",)),
-        ("base", GREY, ("environment", "schedulers", "network", "errors")),
-    )
-    drawing.box(left, 16, width, 34, GREY, "your script: a Trainer, a Trial, or your own loop", 0.05)
-    y = 50.0
-    for name, colour, cells in rows:
-        if name:
-            drawing.arrow(f"M{left + width / 2} {y + 1:g} V{y + 23:g}")
-        y += 24 if name else 8
-        drawing.text(20, y + 27, name, colour=FAINT)
-        _row(drawing, left, y, width, colour, cells)
-        y += 44
-    drawing.box(588, 74, 152, y - 190, DARK, "launcher/\nddprun starts the\nranks on all nodes")
-    drawing.arrow(f"M664 {y - 115:g} V{y - 22:g} H{left + width + 3}", more="stroke-dasharray='4 3'")
-    drawing.middle(664, y + 2, "torchrun\u2019s variables", 12, FAINT)
-    drawing.text(left, y + 28, "A module imports from its own layer and from those below it.", 12, FAINT)
+    rows = floors()
+    drawing = Drawing(96 + 40 * len(rows), "The modules of the package in floors, by what they import")
+    drawing.box(70, 14, 674, 28, GREY, "your script: a Trainer, a Trial, or your own loop", 0.05)
+    for number, names in enumerate(rows):
+        y = 52 + 40 * (len(rows) - 1 - number)
+        drawing.text(20, y + 20, str(number), colour=FAINT)
+        _row(drawing, 70, y, 674, names)
+    text = "A module imports only from lower floors. Purple: the adapters. Blue: what ddprun runs."
+    drawing.text(70, 76 + 40 * len(rows), text, 12, FAINT)
     return drawing.svg()
 
 
-def _row(drawing: Drawing, x: float, y: float, width: float, colour: str, cells: tuple[str, ...]) -> None:
-    """Boxes side by side, each as wide as its longest line needs."""
-    lengths = [max(11, *map(len, cell.split("\n"))) for cell in cells]
-    free = width - 10 * (len(cells) - 1)
-    for cell, length in zip(cells, lengths, strict=True):
-        own = free * length / sum(lengths)
-        drawing.box(x, y, own, 44, colour, cell)
-        x += own + 10
+def _row(drawing: Drawing, x: float, y: float, width: float, names: list[str]) -> None:
+    """Boxes side by side, each as wide as its name needs."""
+    free = width - 10 * (len(names) - 1)
+    lengths = [len(name) + 3 for name in names]
+    for name, length in zip(names, lengths, strict=True):
+        colour = PURPLE if name in ADAPTERS else DARK if name in LAUNCHER else TEAL
+        drawing.box(x, y, free * length / sum(lengths), 30, colour, name)
+        x += free * length / sum(lengths) + 10
 
 
 def batch() -> str:
@@ -251,7 +268,32 @@ def _traffic(drawing: Drawing, y: float) -> None:
             drawing.text(188 + 200 * times, height + 13, f"{name}: {times:.4g} S", 12)
 
 
-DRAWINGS = {"two_nodes": two_nodes, "layers": layers, "batch": batch, "hierarchical": hierarchical}
+def badges() -> str:
+    """By the package's own metadata."""
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    python = re.findall(r":: (3\.\d+)", " ".join(project["classifiers"]))
+    lowest, beyond = re.findall(r"[\d.]+", SUPPORTED["torch"])
+    highest = f"2.{int(beyond.removeprefix('2.')) - 1}"
+    cells = (
+        ("Python", f"{python[0]} to {python[-1]}"),
+        ("torch", f"{lowest} to {highest}"),
+        ("Lightning", re.findall(r"[\d.]+", SUPPORTED["lightning"])[0]),
+        ("Torchbearer", SUPPORTED["torchbearer"].removeprefix("==")),
+        ("license", project["license"]),
+        ("status", re.findall(r"Status :: \d - (\w+)", " ".join(project["classifiers"]))[0].lower()),
+    )
+    drawing, x = Drawing(20, ", ".join(f"{name} {value}" for name, value in cells)), 0.0
+    for name, value in cells:
+        left, right = (7.0 * len(word) + 12 for word in (name, value))
+        drawing.shape(f"<rect x='{x:g}' width='{left:g}' height='20' fill='#555c66'/>")
+        drawing.shape(f"<rect x='{x + left:g}' width='{right:g}' height='20' fill='{DARK}'/>")
+        drawing.middle(x + left / 2, 14, name, 11, PAPER)
+        drawing.middle(x + left + right / 2, 14, value, 11, PAPER)
+        x += left + right + 6
+    return drawing.svg()
+
+
+DRAWINGS = {"badges": badges, "two_nodes": two_nodes, "layers": layers, "batch": batch, "hierarchical": hierarchical}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ TITLES = {
     "pages": "Pages, examples and installation",
     "cuda": "On a GPU",
     "apps": "Applications of others",
+    "engines": "Inside other engines",
 }
 
 

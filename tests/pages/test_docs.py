@@ -1,11 +1,10 @@
-"""README.md and the pages of the site: their code runs, their links lead somewhere, and the site builds."""
+"""README.md and the pages of the site: their code runs, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import importlib
-import importlib.util
 import inspect
 import re
 import runpy
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.commands import run
 from kit.pages import (
     COLD,
     LANGUAGES,
@@ -140,6 +138,13 @@ def test_links_lead_somewhere(page: Page) -> None:
             assert anchor in Page(target).anchors, f"{page.name}: no heading {link}"
 
 
+def test_the_page_of_variables_has_each_of_the_library() -> None:
+    """The page of variables names each of the library's."""
+    text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    shown = (DOCS / "reference" / "variables.md").read_text()
+    assert {*re.findall(r"\bDDP_CALLBACKS_[A-Z_]+[A-Z]\b", text)} <= {*re.findall(r"\bDDP_CALLBACKS_[A-Z_]+\b", shown)}
+
+
 def test_the_torchbearer_page_lists_callbacks_that_can_be_used_alone() -> None:
     section = (DOCS / "how_to" / "torchbearer.md").read_text().partition("## The callbacks alone")[2]
     listed = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
@@ -149,7 +154,7 @@ def test_the_torchbearer_page_lists_callbacks_that_can_be_used_alone() -> None:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
-MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_THE_README = 33_000, 2_000, 900
+MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_THE_README = 33_000, 1_800, 900
 
 
 def test_pages_are_short() -> None:
@@ -293,7 +298,7 @@ def _entry(module: str) -> str:
 
 def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
     """Imports go in one direction, as the map shows."""
-    text = (DOCS / "reference" / "contributing.md").read_text()
+    text = (DOCS / "reference" / "architecture.md").read_text()
     levels = {name: int(level) for level, name in re.findall(r"^\| (\d) \| `([\w.]+)` \|", text, re.MULTILINE)}
     imports = {name: others for name, others in _imports().items() if name != "__main__"}
     assert set(levels) == set(map(_entry, imports))
@@ -303,17 +308,6 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
             assert here == there or levels[there] < levels[here], f"{name} imports {other}"
     inside = {name: others - {_entry(name)} for name, others in _imports().items()}
     assert list(graphlib.TopologicalSorter(inside).static_order())  # raises CycleError
-
-
-# --- the site --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
-@pytest.mark.pages
-def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """The site builds without a warning."""
-    command = ["python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
-    run([*command, DOCS, tmp_path / "html"], ROOT)
 
 
 # --- how blocks are read and compared --------------------------------------------------------------------------------

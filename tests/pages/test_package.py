@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -84,3 +86,11 @@ def test_the_conda_recipe_agrees_with_the_metadata() -> None:
     assert f"  version: {__version__}\n" in recipe and f"- ddprun = {project['scripts']['ddprun']}\n" in recipe
     assert f"- pytorch {torch_needed}\n" in recipe and f"- python {project['requires-python']}\n" in recipe
     assert recipe.count(f"lightning {lightning_needed}\n") == 2
+
+
+def test_the_readme_of_an_index_leads_to_the_repository_and_installs_from_the_index() -> None:
+    make = runpy.run_path(str(ROOT / "packaging" / "index_readme.py"))["for_index"]
+    text = make((ROOT / "README.md").read_text(), "https://example.org/one/ddp", "v1.0")
+    assert 'pip install "ddp_callbacks[lightning]"' in text and "git clone https://example.org/one/ddp" in text
+    assert not re.findall(r"\]\((?!https:|#)", text)
+    assert "(https://example.org/one/ddp/raw/v1.0/docs/_static/preemptible.svg)" in text
