@@ -140,13 +140,13 @@ class Watch:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
+    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str, bound: str) -> None:
         name, self._launch.has_begun = node.plan.name, True
         if not self._members.successors.keys() & ranks:
             self._forget(name)
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
-        where = f", interface {interface}" if interface else ""
+        where = f"{f', interface {interface}' if interface else ''}{f', {bound}' if bound else ''}"
         again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         await self._note(f"{name}: {which}, {each}{where}{again}")
@@ -187,10 +187,8 @@ class Watch:
         if kept and not self._told_kept:
             self._told_kept = True
             first = min(kept, key=lambda end: (end.follows, end.over_since))
-            why = (first.told or "").rstrip(".")
-            ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
-            await self._note(f"{first} has failed, but still runs: {why}. {ends}")
-        late = [end for end in kept if now - end.over_since >= _SOON + patience]
+            await self._note(first.describe_wait(patience))
+        late = [end for end in kept if end.printed and now - end.over_since >= _SOON + patience]
         for end in late:
             end.fail()
         if late:

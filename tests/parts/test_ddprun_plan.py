@@ -242,9 +242,7 @@ def test_a_heterogeneous_job_is_named_not_half_started() -> None:
 
 def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--bind` gives ranks cores of their own."""
-    for node, cores in {"node0": "0-3", "node1": "4-7"}.items():
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(f"{cores}\n")
+    write_system(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1, 9)))
     monkeypatch.setattr(binding, "_core", lambda thread: thread % 4)  # 1 and 5 are threads of a core
     for kind, ranks, cores in (
@@ -254,9 +252,44 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         ("numa", 1, [{1, 2, 3}]),
         ("core", 8, [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]),
     ):
-        assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
-    assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
+        assert binding.cores_of_ranks(kind, ranks, None, str(tmp_path)) == (cores, ""), (kind, ranks)
+    assert binding.cores_of_ranks("core", 2, None, "/no/numa")[0] == [{8, 4, 1, 5}, {2, 6, 3, 7}]
     assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "visible", "cores", "says"),
+    [
+        (4, None, [{4, 5}, {6, 7}, {0, 1}, {2, 3}], "on the NUMA nodes 1, 1, 0, 0 of their GPUs"),
+        (2, None, [{4, 5}, {6, 7}], "on the NUMA nodes 1, 1 of their GPUs"),
+        (2, "3, 0", [{0, 1, 2, 3}, {4, 5, 6, 7}], "on the NUMA nodes 0, 1 of their GPUs"),
+        (2, "GPU-a,GPU-b", [{0, 1, 2, 3}, {4, 5, 6, 7}], "on NUMA nodes in turn: /sys doesn't tell those of the GPUs"),
+        (1, "4", [{0, 1, 2, 3}], "on NUMA nodes in turn: /sys doesn't tell those of the GPUs"),
+        (5, None, [{0}, {1, 2}, {3}, {4, 5}, {6, 7}], ""),  # they do not have a GPU each
+        (2, "", [{0, 1, 2, 3}, {4, 5, 6, 7}], ""),
+    ],
+)
+def test_a_rank_is_bound_to_the_numa_node_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, visible: str | None, cores: list[set[int]], says: str
+) -> None:
+    """`--bind numa` binds a rank near its GPU."""
+    gpus = {"0000:04:00.0": "1\n", "0000:0A:00.0": "1\n", "0000:8a:00.0": "0\n", "0000:8b:00.0": "0\n"}
+    write_system(tmp_path, **gpus, **({"0000:8c:00.0": "-1\n"} if visible == "4" else {}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(binding, "_core", lambda thread: thread)
+    assert binding.cores_of_ranks("numa", ranks, visible, str(tmp_path)) == (cores, says)
+
+
+def write_system(folder: Path, **gpus: str) -> None:
+    """Write what /sys and /proc say of a machine with two NUMA nodes, and of NVIDIA's GPUs by their addresses."""
+    files = {f"sys/devices/system/node/{node}/cpulist": f"{cores}\n" for node, cores in CORES.items()}
+    files |= {f"sys/bus/pci/devices/{address.lower()}/numa_node": node for address, node in gpus.items()}
+    for name, text in (files | {f"proc/driver/nvidia/gpus/{address}/information": "" for address in gpus}).items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+
+
+CORES = {"node0": "0-3", "node1": "4-7"}
 
 
 def test_a_set_up_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

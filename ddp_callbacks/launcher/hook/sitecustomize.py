@@ -8,7 +8,6 @@ folder of this file comes first in PYTHONPATH; this removes it at once, and runs
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import io
 import os
@@ -45,13 +44,16 @@ def _write_failures(path: str, log: int) -> None:
     rank = os.getpid()  # a child that was forked is another process
     written: list[BaseException] = []
 
+    def send(text: str) -> None:
+        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
+            file.write(text)  # fails if the node's program is gone
+
     def write(exception: BaseException | None, is_over: bool) -> None:
         if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
             return
         written.append(exception)
         began = time.monotonic()  # before imports, which take time: the rank that failed first is the cause
-        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
-            file.write(_record(exception, began, is_over))  # fails if the node's program is gone
+        send(_record(exception, began, is_over))
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         write(exception, _is_over())
@@ -63,10 +65,22 @@ def _write_failures(path: str, log: int) -> None:
         if given is not None:
             given.write(_shorten(text, exception, log))
 
+    def end() -> None:
+        write(getattr(sys, "last_value", None), True)  # the program may have replaced the hook
+        if not written and os.getpid() == rank and (names := _threads_left()):
+            import json
+
+            send("\n" + json.dumps({"kept_by": names}))
+        shutdown()
+
     previous, sys.excepthook = sys.excepthook, report
-    # If the program has replaced the hook. Threading's runs before a thread of the program may keep this process.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(lambda: write(getattr(sys, "last_value", None), True))
+    # Python calls it first once the program is over, and waits for the program's threads there.
+    shutdown, threading._shutdown = threading._shutdown, end  # type: ignore[attr-defined]
+
+
+def _threads_left() -> list[str]:
+    """Return the names of the threads that keep this process alive."""
+    return [each.name for each in threading.enumerate() if not (each.daemon or each is threading.main_thread())]
 
 
 def _is_over() -> bool:

@@ -129,7 +129,7 @@ class Node(Answers):
         try:
             self._start_store(how.store)
             self._ending.spared = descendants()
-            cores = cores_of_ranks(how.bind, len(how.ranks))
+            cores, bound = cores_of_ranks(how.bind, len(how.ranks), found.get("CUDA_VISIBLE_DEVICES"))
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 size = None if how.shown and rank not in how.shown else how.size
@@ -140,7 +140,7 @@ class Node(Answers):
             is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
             self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
             return
-        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")))
+        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
         self._ending.stop_again()
 
     def replace(self, rank: int, environ: dict[str, str]) -> None:
