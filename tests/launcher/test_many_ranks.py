@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from kit.once import once
 pytestmark = [*on_hosts("many"), pytest.mark.cold]
 
 SCRIPT = str(Path(__file__).with_name("many_ranks.py"))
+# It may have been ended before it has left Python.
+FAILED = r"ddprun: rank {rank} on {host} failed(?: with exit code 1)?: RuntimeError: sensor 7 gave nothing"
 Parameters = dict[str, dict[str, torch.Tensor]]
 
 
@@ -55,8 +58,7 @@ def test_the_one_of_32_processes_that_fails_is_named_and_five_go_on(tmp_path: Pa
     with HostBed(8) as bed:
         with train(bed, tmp_path, "trial", RESUMES="1", FAILS="17") as run:
             assert run.end() == 1
-        told = run.lines[-2]
-        assert told == "ddprun: rank 17 on h5 failed with exit code 1: RuntimeError: sensor 7 gave nothing", run.text
+        assert re.fullmatch(FAILED.format(rank=17, host="h5"), run.lines[-2]), run.text
         with train(bed, tmp_path, "trial", on="h2:3,h7:2", RESUMES="1") as run:
             assert run.end() == 0, run.text
         assert run.text.count("batch ") == 8  # the file has four of twelve
@@ -89,7 +91,7 @@ def test_hosts_that_are_far_from_each_other_train_as_one_and_accuse_nobody(tmp_p
         require_truth(tmp_path)
         with train(bed, tmp_path, "trial", on=everywhere, FAILS="5") as run:
             assert run.end() == 1
-        assert run.lines[-2] == "ddprun: rank 5 on h3 failed with exit code 1: RuntimeError: sensor 7 gave nothing"
+        assert re.fullmatch(FAILED.format(rank=5, host="h3"), run.lines[-2]), run.text
         with train(bed, tmp_path, "trial", on=everywhere, flags="--keep-going", PAUSE="0.3") as run:
             run.await_text("batch 4.")
             bed.power_off(bed.hosts[2])

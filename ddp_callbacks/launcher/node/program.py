@@ -124,7 +124,8 @@ class Node(Answers):
         """Start these ranks, and on the first node the program that hosts their store on the port that is held."""
         how = StartRanks(*how)
         self._stopped.patience = how.patience
-        found = {**how.defaults, **os.environ, **how.environ}
+        set_here = {name: value for name, value in os.environ.items() if value or name not in how.defaults}
+        found = how.defaults | set_here | how.environ
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (how.environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
             self._start_store(how.store)
