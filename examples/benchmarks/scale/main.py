@@ -1,10 +1,10 @@
 """Simulate what the ranks of a large job cost rank 0, which decides who waits in vain: time, memory and bytes.
 
-    python examples/benchmarks/scale/main.py                  measures, and writes scale.json and the table of the README
-    python examples/benchmarks/scale/main.py --draw           the table alone, from scale.json
+    python examples/benchmarks/scale/main.py            measures, and writes scale.json and the tables of the README
+    python examples/benchmarks/scale/main.py --draw     the tables alone, from scale.json
 
-No process is started, and nothing is sent: the messages of all ranks, as they travel, go one by one to the state machine
-that decides in rank 0, and its answers are encoded as they would travel. Eight ranks are on each node.
+No process is started, and nothing is sent: the messages of all ranks, as they travel, go one by one to the state
+machine that decides in rank 0, and its answers are encoded as they would travel. Eight ranks are on each node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = (8, 64, 512, 4096)
 EXCHANGES = 60  # that a rank counts: buckets of gradients, BatchNorm layers, metadata, ...
 ON_A_NODE = 8
 SUM = "the metadata of the step"
-Rows = dict[str, dict[str, list[float]]]  # case, and number of ranks: ms per message, longest ms, MB sent to each rank
+Rows = dict[str, dict[str, list[float]]]  # case, and number of ranks: what measure() returns
 
 
 class Simulation:
@@ -52,7 +52,8 @@ class Simulation:
 
     def say(self, ranks: Iterable[int], message: Callable[[int], dict[str, Any]]) -> list[int]:
         """Let ranks send a message each; return whom rank 0 asks where they are because of that."""
-        return [rank for each in ranks for rank in self._time(self._coordinator.receive, each, message(each), self._now)]
+        receive = self._coordinator.receive
+        return [rank for each in ranks for rank in self._time(receive, each, message(each), self._now)]
 
     def lose(self, ranks: Iterable[int]) -> list[int]:
         return [rank for each in ranks for rank in self._time(self._coordinator.lose, each, self._now)]
@@ -153,7 +154,7 @@ def measure_all() -> Rows:
     rows: Rows = {}
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # for the memory of each
         for case in CASES:
-            # A rank needs no others of its node to die.
+            # Of a job on one node none would be left.
             sizes = [size for size in SIZES if case != "a node of eight dies" or size > ON_A_NODE]
             rows[case] = {str(size): pool.apply(measure, (case, size)) for size in sizes}
             print(case, rows[case], flush=True)
@@ -161,24 +162,26 @@ def measure_all() -> Rows:
 
 
 def table(rows: Rows) -> str:
-    sizes = " | ".join(f"{size:,} ranks" for size in SIZES)
-    lines = [f"| ms for a message (longest event) | {sizes} |", "|---" * (1 + len(SIZES)) + "|"]
-    for case, found in rows.items():
-        cells = [f"{found[str(size)][0]:.3f} ({found[str(size)][1]:.1f})" if str(size) in found else "" for size in SIZES]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    lines += ["", f"| kB to each rank (MB of memory) | {sizes} |", "|---" * (1 + len(SIZES)) + "|"]
-    for case, found in rows.items():
-        cells = [f"{1e3 * found[str(n)][2]:.1f} ({found[str(n)][3]:.0f})" if str(n) in found else "" for n in SIZES]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    def part(title: str, cell: Callable[[list[float]], str]) -> str:
+        lines = [f"| {title} | {' | '.join(f'{size:,} ranks' for size in SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]
+        for case, found in rows.items():
+            cells = [cell(found[str(size)]) if str(size) in found else "" for size in SIZES]
+            lines.append(f"| {case} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    times = part("ms for a message (longest event)", lambda row: f"{row[0]:.3f} ({row[1]:.1f})")
+    sizes = part("kB to each rank (MB of memory)", lambda row: f"{1e3 * row[2]:.1f} ({row[3]:.0f})")
+    return f"{times}\n\n{sizes}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="only write the table, from scale.json")
+    parser.add_argument("--draw", action="store_true", help="only write the tables, from scale.json")
+    measured, page = HERE / "scale.json", HERE / "README.md"
     if not parser.parse_args().draw:
-        (HERE / "scale.json").write_text(re.sub(r"\n {3,}|\n {2}(?=\])", " ", json.dumps(measure_all(), indent=1)) + "\n")
-    page, shown = HERE / "README.md", table(json.loads((HERE / "scale.json").read_text()))
+        text = json.dumps(measure_all(), indent=1)
+        measured.write_text(re.sub(r"\n {3,}|\n {2}(?=\])", " ", text) + "\n")
+    shown = table(json.loads(measured.read_text()))
     marked = f"<!-- scale.json -->\n\n{shown}\n\n<!-- end -->"
     page.write_text(re.sub(r"<!-- scale.json -->.*?<!-- end -->", lambda _: marked, page.read_text(), flags=re.DOTALL))
     print(shown)
