@@ -677,7 +677,7 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
     if argv == ["--help"]:
         assert done.stdout.count("\n  -") == 15 and "--nnodes" not in done.stdout
     if argv == ["--help-all"]:
-        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--tee N")
+        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--no-python")
         assert max(map(len, done.stdout.splitlines())) <= 120
 
 
