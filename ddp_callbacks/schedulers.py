@@ -216,7 +216,7 @@ def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, i
     counts = _counts(tasks, "SLURM_TASKS_PER_NODE")
     if len(counts) != len(names):
         raise ConfigurationError(
-            f"SLURM_TASKS_PER_NODE={tasks!r} lists {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} {len(names)}."
+            f"SLURM_TASKS_PER_NODE={tasks!r} is not of the {len(names)} nodes of the job. Start ddprun without srun."
         )
     said = set(counts) != {1}  # counts of 1 everywhere may be the default: the node then decides
     return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]

@@ -16,21 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from ddp_callbacks.launcher import facts
+from ddp_callbacks.launcher import facts, remote
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
 from ddp_callbacks.launcher.node.program import Node
 from ddp_callbacks.launcher.node.reports import KINDS, Closed, Report
-from ddp_callbacks.launcher.remote import (
-    FIRST_LINE,
-    READY,
-    TURNED_AWAY,
-    UTF8,
-    command_to,
-    environ_to,
-    explain,
-    opening,
-)
 from ddp_callbacks.launcher.same import how_to_copy
 
 P = ParamSpec("P")
@@ -111,20 +101,20 @@ class Connection(asyncio.SubprocessProtocol):
         self._ended = asyncio.Event()
         self._reached = False  # whether the shell there is ready
         loop = asyncio.get_running_loop()
-        words = [*_DEAF, *command_to(self.plan, self._shared.patience)]
+        words = [*_DEAF, *remote.command_to(self.plan, self._shared.patience)]
         # For the program of this machine; a terminal's input is passed on, and a closed one has no descriptor.
         inherited = [] if not self.plan.is_here or sys.stdin is None or os.isatty(0) else [os.dup(0)]
         self.stdin = next(iter(inherited), None)
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
         self._process, _ = await loop.subprocess_exec(
-            lambda: self, *words, start_new_session=True, pass_fds=inherited, env=environ_to(self.plan)
+            lambda: self, *words, start_new_session=True, pass_fds=inherited, env=remote.environ_to(self.plan)
         )
         for descriptor in inherited:
             os.close(descriptor)
         self._heard = loop.time()
-        self._write(FIRST_LINE)
+        self._write(remote.FIRST_LINE)
         await self._answer()
-        self._write(opening(self.plan, self._environ))
+        self._write(remote.opening(self.plan, self._environ))
 
     async def ask(
         self, timeout: float | None, call: Callable[Concatenate[Node, P], Any], *values: P.args, **named: P.kwargs
@@ -169,7 +159,7 @@ class Connection(asyncio.SubprocessProtocol):
             NodeProblem: The node cannot be reached.
         """
         self._environ = environ or {}
-        if shutil.which(program := command_to(self.plan)[0]) is None:
+        if shutil.which(program := remote.command_to(self.plan)[0]) is None:
             raise NodeProblem(
                 f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"
             )
@@ -188,7 +178,7 @@ class Connection(asyncio.SubprocessProtocol):
     def _was_turned_away(self) -> bool:
         """Whether an sshd, on the node or on the route, had too many logins."""
         is_ssh = not self.plan.is_here and self.plan.rsh is None
-        return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
+        return is_ssh and not self.greeted and any(words in self._errors for words in remote.TURNED_AWAY)
 
     @property
     def patience(self) -> float:
@@ -225,7 +215,7 @@ class Connection(asyncio.SubprocessProtocol):
     async def look(self, which: str, seconds: float, program: tuple[str, str]) -> None:
         """Set :attr:`place`; ``which`` and ``program`` are arguments of :mod:`ddp_callbacks.launcher.facts`."""
         plan, text = self.plan, Path(facts.__file__).read_text()
-        words = [plan.python, UTF8, "-P", "-c", text, which, plan.processes, str(plan.cores or 0), *program]
+        words = [plan.python, remote.UTF8, "-P", "-c", text, which, plan.processes, str(plan.cores or 0), *program]
         said = await self.ask(None, Node.output, words, seconds)
         if said["code"]:
             lines = os.fsencode(said["err"]).decode(errors="replace").strip().splitlines()
@@ -301,7 +291,7 @@ class Connection(asyncio.SubprocessProtocol):
         if self.greeted:
             return f"the connection was lost{f' ({said[-1]})' if said else ''}"
         if not self._reached:
-            return explain(self.plan, code, said)
+            return remote.explain(self.plan, code, said)
         last = said[-1] if said else "no output"
         if self.plan.setup:
             remedy = ". Begin with: source CONDA/etc/profile.d/conda.sh" if "conda: command not found" in last else ""
@@ -355,7 +345,7 @@ class Connection(asyncio.SubprocessProtocol):
 
     def _await_greeting(self, line: bytes) -> None:
         """Wait for a line that ends with our greeting: a login shell may print something before it."""
-        if line.endswith(READY):
+        if line.endswith(remote.READY):
             self._reached = True
             self._answers.put_nowait({})
         elif line.endswith(GREETING):

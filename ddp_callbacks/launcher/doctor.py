@@ -24,6 +24,7 @@ from ddp_callbacks.launcher.launch import (
     CannotStart,
     Launch,
     ask_all,
+    refuse_interface,
     refuse_machines_named_twice,
     refuse_number_of_processes,
 )
@@ -139,6 +140,7 @@ async def _look(launch: Launch, findings: list[Finding]) -> None:
     findings += judge({node.plan: node.place for node in known})
     for node in known:
         findings += _refused(node.plan.name, "processes", partial(refuse_number_of_processes, node))
+        findings += _refused(node.plan.name, "interface", partial(refuse_interface, launch.job, node))
         node.place["processes"] = 1  # of the probe
     findings += _refused("", "machines", partial(refuse_machines_named_twice, known))
     if len(known) > 1 or not unknown:

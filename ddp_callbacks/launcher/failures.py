@@ -119,6 +119,7 @@ class End:
         ended_by: The name of the signal that ended it.
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
         over_since: When it was heard that its program is over; infinite until then.
+        kept_by: The names of the threads that kept it running then, if no exception ended the program.
     """
 
     node: str
@@ -131,13 +132,25 @@ class End:
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
     over_since: float = math.inf
+    kept_by: tuple[str, ...] = ()
 
     def hear(self, stream: str, data: bytes) -> None:
         """Take what the rank has written to a stream other than its standard output."""
         self.wrote[stream] = (self.wrote.get(stream, b"") + data)[-TAIL:]
-        if stream == "f" and (record := read_record(self.text("f"), 0.0)) and record.is_over:
+        if stream != "f":
+            return
+        record, self.kept_by = read_record(self.text("f"), 0.0), tuple(_last_json(self.text("f")).get("kept_by", ()))
+        if self.kept_by or (record and record.is_over):
             self.over_since = min(self.over_since, time.monotonic())
-            self.printed = replace(record, began=self.over_since)
+            self.printed = replace(record, began=self.over_since) if record else None
+
+    def describe_wait(self, patience: float) -> str:
+        """Say why a rank whose program is over still runs, and how long ddprun waits for its end."""
+        if self.kept_by:
+            which = f"its thread{'s' if self.kept_by[1:] else ''} {', '.join(self.kept_by)}"
+            return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
+        ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
+        return f"{self} has failed, but still runs: {(self.told or '').rstrip('.')}. {ends}"
 
     def fail(self) -> None:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""

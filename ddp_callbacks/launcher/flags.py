@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from argparse import SUPPRESS, ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ _BINDING = _takes(", ".join(KINDS), "|".join(KINDS))
 _NODES = _takes("a number of at least 1, or MIN:MAX", r"|[1-9]\d*(:[1-9]\d*)?")
 _PROCESSES = _takes("a number of at least 1, auto, cpu, gpu or xpu", r"|auto|cpu|gpu|xpu|[1-9]\d*")
 _PORT = _takes("a port up to 65535", r"\d{1,4}|[1-5]\d{4}|6([0-4]\d{3}|5([0-4]\d\d|5([0-2]\d|3[0-5])))", int)
+_PATH = os.path.expanduser
 _COUNT = _takes("a whole number that is not negative", r"\d+", int)
 
 
@@ -73,33 +74,21 @@ class Flag:
     usual: bool = False
     repeats: bool = False
 
-    def add_to(self, parser: Any, environ: Mapping[str, str], is_shown: bool) -> None:
-        """Add the flag to a parser. A flag of torchrun has its default from ``environ``, such as PET_MAX_RESTARTS."""
-        words, default = self.spellings.split(), self.default
+    def add_to(self, parser: Any, is_shown: bool) -> None:
+        """Add the flag to a parser."""
+        words, kind = self.spellings.split(), {"action": "store_true"}
         if self in TORCHRUN:
-            default = environ.get("PET_" + words[0].lstrip("-").upper().replace("-", "_"), default)
             words += [f"--{word[2:].replace('-', '_')}" for word in words if "-" in word[2:]]
-        taken = {"action": "append" if self.repeats else "store", "type": self.type, "metavar": self.metavar}
-        kind = taken | {"default": default} if self.metavar else {"action": "store_true", "default": default == "1"}
+        if self.metavar:
+            taken = {"metavar": self.metavar, "type": self.type, "default": self.default}
+            kind = taken | {"action": "append" if self.repeats else "store"}
         parser.add_argument(*words, help=self.help if is_shown else SUPPRESS, **kind)
 
 
 _RSH = "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say"
 NODES = (
-    Flag(
-        "-H --hosts",
-        "the nodes, named as for ssh; rank 0 runs on the first",
-        "HOST[:SLOTS],...",
-        usual=True,
-        repeats=True,
-    ),
-    Flag(
-        "--hostfile",
-        "the same from a file; lines may also set python= and chdir=",
-        "FILE",
-        type=os.path.expanduser,
-        usual=True,
-    ),
+    Flag("-H --hosts", "the nodes, named as for ssh, rank 0's first", "HOST[:SLOTS],...", usual=True, repeats=True),
+    Flag("--hostfile", "the same from a file, also with python= and chdir=", "FILE", type=_PATH, usual=True),
     Flag("--rsh", _RSH, "COMMAND", type=shlex.split),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
@@ -130,22 +119,11 @@ TORCHRUN = (
     Flag("--nnodes", "number of nodes; MIN:MAX: so few are enough", "N", "", _NODES),
     Flag("--nproc-per-node", _PROCESSES_HELP, "N", "", _PROCESSES, usual=True),
     Flag("--max-restarts", "restart all up to this many times after a failure", "N", 0, _COUNT, usual=True),
-    Flag("--monitor-interval", "has no effect: ddprun notices every end at once", "SECONDS", 0.1, float),
     Flag("--shutdown-timeout", f"from SIGTERM to SIGKILL (default: {GRACE:g})", "SECONDS", GRACE, _POSITIVE),
     Flag("--standalone", "on this machine only, also in a Slurm, PBS or LSF job"),
     Flag("--module -m", "run SCRIPT as a module, like python -m", usual=True),
     Flag("--no-python", "run SCRIPT as a program, without Python"),
-    Flag(
-        "--log-dir",
-        "saves the output of every rank (default: ddprun-logs)",
-        "DIR",
-        "ddprun-logs",
-        os.path.expanduser,
-        usual=True,
-    ),
-    Flag("--tee -t", "anything but 0 shows the output of every rank, like --show-ranks all", "N", "0"),
-    Flag("--role", "name of the processes' role", "NAME", "default"),
-    Flag("--rdzv-id", "name of the job", "NAME", "none"),
+    Flag("--log-dir", "saves the output of every rank (default: ddprun-logs)", "DIR", "ddprun-logs", _PATH, usual=True),
     Flag("--master-addr", "where the processes meet: an address of the first node", "ADDRESS"),
     Flag("--master-port", "port there (default: a free one)", "PORT", 0, _PORT),
 )
@@ -159,13 +137,13 @@ _INSTEAD = {
     "start ddprun once, for all nodes (-H or --hostfile), or the script with torchrun on each of them": (
         "--node-rank --local-addr"
     ),
-    "the output of every rank is saved in --log-dir; --show-ranks and --no-prefix choose what is shown": (
-        "--redirects -r --local-ranks-filter --logs-specs --duplicate-stdout-filters --duplicate-stderr-filters "
-        "--log-line-prefix-template --verbose -v"
+    "the output of every rank is saved in --log-dir; --show-ranks all and --no-prefix choose what is shown": (
+        "--tee -t --redirects -r --local-ranks-filter --logs-specs --duplicate-stdout-filters "
+        "--duplicate-stderr-filters --log-line-prefix-template --verbose -v"
     ),
     "leave it out": (
-        "--run-path --start-method --event-log-handler --signals-to-handle --virtual-local-rank --print-completion "
-        "--multi-gpu --use-env --config-file"
+        "--role --rdzv-id --monitor-interval --run-path --start-method --event-log-handler --signals-to-handle "
+        "--virtual-local-rank --print-completion --multi-gpu --use-env --config-file"
     ),
     "it counts all processes. Name those of each node: --nproc-per-node N, or -H node1:N,node2:N": (
         "-n -np --np --nprocs --ntasks"

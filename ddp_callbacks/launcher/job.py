@@ -52,9 +52,6 @@ class Job:
     no_python: bool
     standalone: bool
     log_dir: str
-    tee: str
-    role: str
-    rdzv_id: str
     master_addr: str | None
     master_port: int
 
@@ -91,11 +88,6 @@ class Job:
         if self.no_python or self.training_script is None:
             return "any", ""
         return "module" if self.module else "script", self.training_script
-
-    @property
-    def shown(self) -> frozenset[int] | None:
-        """The ranks whose output goes to the terminal; ``None`` for all."""
-        return self.show_ranks if self.tee == "0" else None
 
     @property
     def least_nodes(self) -> int:

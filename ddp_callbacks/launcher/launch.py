@@ -160,7 +160,7 @@ class Launch:
         self._refuse_ranks_that_are_not_there(sum(node.place["processes"] for node in reached))
 
     def _refuse_ranks_that_are_not_there(self, count: int) -> None:
-        missing = sorted(rank for rank in self.job.shown or () if rank >= count)
+        missing = sorted(rank for rank in self.job.show_ranks or () if rank >= count)
         if missing and not self.job.keep_going:  # nodes that join bring more
             which = "rank 0 alone" if count == 1 else f"ranks 0-{count - 1}"
             raise CannotStart(f"--show-ranks {missing[0]}: this job has {which}.")
@@ -223,6 +223,7 @@ class Launch:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
         refuse_number_of_processes(node)
+        refuse_interface(self.job, node)
 
     async def meet(self, nodes: list[Connection], port: int | None = None) -> None:
         """Let the first of these nodes listen where the others can reach it, and each node reach each other one.
@@ -281,7 +282,7 @@ class Launch:
             node.tell(Node.start, how._replace(environ=how.environ | {SUCCESSOR: "1"}))
 
     def _starts(self, nodes: list[Connection]) -> Iterator[StartRanks]:
-        shown = None if self.job.shown is None else sorted(self.job.shown)
+        shown = None if self.job.show_ranks is None else sorted(self.job.show_ranks)
         known = [(node.plan, node.place) for node in nodes]
         for node, how in zip(nodes, starts(self.job, known, self._where, self.restarts), strict=True):
             size = terminal_size(self.job)
@@ -395,14 +396,25 @@ def refuse_number_of_processes(node: Connection) -> None:
         raise NodeProblem(f"{count} processes are too many for its {cores} cores: more than {most}")
 
 
+def refuse_interface(job: Job, node: Connection) -> None:
+    """Raise NodeProblem if a node lacks the interface that the user wants for gloo, or reaches no other node on it."""
+    wanted = (job.forwarded | job.environ).get("GLOO_SOCKET_IFNAME", "")
+    there = {*node.place["interfaces"].values()} - ({"lo"} if len(job.nodes) > 1 else set())
+    if wanted and not there & {*wanted.split(",")}:
+        remedy = f"Unset it, or name one that it has: {', '.join(sorted(there))}"
+        raise NodeProblem(f"GLOO_SOCKET_IFNAME={wanted} does not lead to the others there. {remedy}")
+
+
 def refuse_machines_named_twice(nodes: list[Connection]) -> None:
     """Raise CannotStart if two of these nodes are the same machine."""
     first: dict[str, Connection] = {}
     for node in nodes:
         other = first.setdefault(str(node.hello["machine"]), node)
+        names = other.plan.name, node.plan.name
+        if other is not node and names[0] == names[1]:  # named for a running job
+            raise CannotStart(f"{names[0]} takes part already. Its killed processes are replaced without a join.")
         if other is not node:
-            once = "Name it once, with all its slots"
-            raise CannotStart(f"{other.plan.name} and {node.plan.name} are the same machine. {once}.")
+            raise CannotStart(f"{names[0]} and {names[1]} are the same machine. Name it once, with all its slots.")
 
 
 async def ask_all(

@@ -12,7 +12,7 @@ from itertools import dropwhile
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.flags import GROUPS
 
-_COMMANDS = ("doctor", "join", "stacks")
+_COMMANDS = ("doctor", "join", "stacks", "status")
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _STREAM = re.compile(r"/dev/(stdin$|fd/)|/proc/self/fd/")  # <(...) in a shell is one, too
 _SHELL = re.compile(r".*\.(ba|z|c|tc|k)?sh")

@@ -67,7 +67,7 @@ def _addresses_of(name: str) -> list[str]:
 
 
 class _Parser(ArgumentParser):
-    def __init__(self, environ: Mapping[str, str], is_doctor: bool, show_all: bool) -> None:
+    def __init__(self, is_doctor: bool, show_all: bool) -> None:
         super().__init__(
             prog="ddprun doctor" if is_doctor else "ddprun",
             usage="%(prog)s [flags] SCRIPT [the script's arguments]",
@@ -84,7 +84,7 @@ class _Parser(ArgumentParser):
         for title, flags in GROUPS.items():
             group = self.add_argument_group(title) if show_all else usual
             for flag in flags:
-                flag.add_to(group, environ, is_shown=flags is NODES if is_doctor else show_all or flag.usual)
+                flag.add_to(group, is_shown=flags is NODES if is_doctor else show_all or flag.usual)
         self.add_argument("training_script", nargs="?", help=SUPPRESS)
         self.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
 
@@ -118,14 +118,14 @@ def parse_options(
     Raises:
         ConfigurationError: The command line is invalid; the message has one line.
     """
-    parser = _Parser(environ, is_doctor, show_all=False)
+    parser = _Parser(is_doctor, show_all=False)
     job, unknown = parser.parse_known_args(argv, namespace=Job())
     if list(argv[: len(argv) - len(job.training_script_args)][-2:]) == [job.training_script, "--"]:
         job.training_script_args.insert(0, "--")  # argparse drops it
     if unknown:
         parser.refuse_unknown(unknown[0])
     if not is_doctor and job.help_all:
-        _Parser(environ, is_doctor, show_all=True).print_help()
+        _Parser(is_doctor, show_all=True).print_help()
         parser.exit()
     if not is_doctor and job.training_script is None:
         raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")

@@ -67,11 +67,11 @@ def starts(
             "LOCAL_WORLD_SIZE": counts[number],
             "GROUP_RANK": number,
             "GROUP_WORLD_SIZE": len(counts),
-            "ROLE_NAME": job.role,
+            "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": sum(counts),
             "TORCHELASTIC_RESTART_COUNT": restarts,
             "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-            "TORCHELASTIC_RUN_ID": job.rdzv_id,
+            "TORCHELASTIC_RUN_ID": "none",
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "PYTHONPATH": f"{place['package']}/launcher/hook",
         }

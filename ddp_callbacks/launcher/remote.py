@@ -133,4 +133,7 @@ def explain(plan: NodePlan, code: int | None, said: list[str]) -> str:
     for words, meaning in _SSH_SAYS.items():
         if line := next((line.strip() for line in said if words in line), ""):
             return meaning.format(host=plan.host, said=line)
+    if code is not None and 0 <= code < 255:  # ssh itself exits with 255
+        ends = f"its login shell ended with exit code {code}, and ran nothing: {last}"
+        return f"{ends}. Look for exit and exec in its start-up files, such as .bashrc"
     return f"ssh cannot reach it: {last}. Try: {plan.shell}true"

@@ -65,7 +65,7 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             await launch.connect(_say)
             await launch.meet(launch.nodes)
             terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-            output = Output(new_folder(job.log_dir), job.shown, not job.no_prefix, terminal)
+            output = Output(new_folder(job.log_dir), job.show_ranks, not job.no_prefix, terminal)
         except CannotStart as error:
             for problem in str(error).splitlines():
                 _say(problem)

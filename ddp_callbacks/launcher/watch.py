@@ -18,20 +18,8 @@ from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.meant import for_ddprun
 from ddp_callbacks.launcher.members import Members
+from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
-from ddp_callbacks.launcher.node.reports import (
-    Asked,
-    Closed,
-    Done,
-    Ended,
-    Problem,
-    Report,
-    Request,
-    Says,
-    Stacks,
-    Started,
-    Wrote,
-)
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.page import write
@@ -79,33 +67,33 @@ class Watch:
 
     # --- reports of the nodes -----------------------------------------------------------------------------------------
 
-    async def _take(self, node: Connection, report: Report) -> None:
+    async def _take(self, node: Connection, report: reports.Report) -> None:
         match report:
-            case Wrote():
+            case reports.Wrote():
                 await self._take_output(node, *report)
-            case Started():
+            case reports.Started():
                 await self._take_start(node, *report)
-            case Ended():
+            case reports.Ended():
                 await self._take_end(node, *report)
-            case Asked(name):
+            case reports.Asked(name):
                 self._launch.stop(Signals[name], f"{name} on {node.plan.name}")
-            case Problem(text):
+            case reports.Problem(text):
                 await self._take_problem(node, text)
-            case Done() | Closed() if node in self._running:
+            case reports.Done() | reports.Closed() if node in self._running:
                 self._running.remove(node)
-                if isinstance(report, Closed):
+                if isinstance(report, reports.Closed):
                     await self._lose_node(node, await node.explain_end())
             case _:
                 await self._take_request(report)
 
-    async def _take_request(self, report: Report) -> None:
+    async def _take_request(self, report: reports.Report) -> None:
         match report:
-            case Request(hosts):
+            case reports.Request(hosts):
                 self._add_or_ask(hosts)
-            case Stacks():
+            case reports.Stacks():
                 running = [end for end in self._ends_of_members() if end.code is None]
                 await asyncio.to_thread(self._output.note_stacks, self._where(running))
-            case Says(text):
+            case reports.Says(text):
                 await self._note(text)
 
     async def _take_output(self, node: Connection, rank: int, stream: str, data: str) -> None:
@@ -140,13 +128,13 @@ class Watch:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
+    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str, bound: str) -> None:
         name, self._launch.has_begun = node.plan.name, True
         if not self._members.successors.keys() & ranks:
             self._forget(name)
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
-        where = f", interface {interface}" if interface else ""
+        where = f"{f', interface {interface}' if interface else ''}{f', {bound}' if bound else ''}"
         again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         await self._note(f"{name}: {which}, {each}{where}{again}")
@@ -187,10 +175,8 @@ class Watch:
         if kept and not self._told_kept:
             self._told_kept = True
             first = min(kept, key=lambda end: (end.follows, end.over_since))
-            why = (first.told or "").rstrip(".")
-            ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
-            await self._note(f"{first} has failed, but still runs: {why}. {ends}")
-        late = [end for end in kept if now - end.over_since >= _SOON + patience]
+            await self._note(first.describe_wait(patience))
+        late = [end for end in kept if end.printed and now - end.over_since >= _SOON + patience]
         for end in late:
             end.fail()
         if late:

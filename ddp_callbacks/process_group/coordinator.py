@@ -240,7 +240,7 @@ class Coordinator:
         gathering, (about, run) = self._gatherings[key], key
         if gathering.asked is not None:
             gathering.values = dict.fromkeys(self._left) | gathering.values
-        if all(rank in gathering.values for rank in gathering.members):
+        if len(gathering.values) >= len(gathering.members) and gathering.values.keys() >= set(gathering.members):
             values = [gathering.values[rank] for rank in gathering.members]
             times = len(values) if all(value == values[0] for value in values) else 1  # usually they are equal
             values = values[: len(values) // times]

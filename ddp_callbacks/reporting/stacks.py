@@ -12,14 +12,20 @@ WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 _WAITS = re.compile(r"/(torch|ddp_callbacks)/")  # packages in which a rank most likely waits for others
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|ddp_callbacks|lib/python3\.\d+)/|^<")
 _SHOWN = 8  # ranks to name in one line
 
 
 def innermost(text: str) -> str:
-    """Return the innermost line of the main thread, which faulthandler writes last; empty if nothing was written."""
-    found = _FRAME.search(text.rpartition("(most recent call first):\n")[2])
-    no_code = "no Python code runs there: it starts or ends" if text else ""
-    return f"{found[1]}:{found[2]} in {found[3]}" if found else no_code
+    """Return the innermost line of the main thread, which faulthandler writes last; empty if nothing was written.
+
+    If it is a library's, the innermost line of the user's comes first.
+    """
+    frames = _FRAME.findall(text.rpartition("(most recent call first):\n")[2])
+    if not frames:
+        return "no Python code runs there: it starts or ends" if text else ""
+    own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
+    return ", in ".join(f"{path}:{line} in {name}" for path, line, name in dict.fromkeys((own, frames[0])))
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
@@ -30,7 +36,7 @@ def summary(lines: Mapping[str, str]) -> list[str]:
     """
     ranks: dict[str, list[str]] = {}
     for rank, line in lines.items():
-        ranks.setdefault(line or "unknown: no stack was written", []).append(rank)
+        ranks.setdefault(line or "unknown: it wrote no stack. Is it stopped (kill -CONT)?", []).append(rank)
 
     lines_by_interest = sorted(ranks, key=lambda line: (bool(_WAITS.search(line)), len(ranks[line])))
     return [f"{_names(ranks[line])}: {line}" for line in lines_by_interest]

@@ -21,6 +21,7 @@ from typing import Any
 
 NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
 NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
+_WIRE = str(Path(__file__).with_name("wire.py"))
 _LIMIT = 300.0  # seconds for one command of the set-up
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -57,8 +58,8 @@ UseDNS no
 SetEnv TMPDIR={folder}/tmp
 """
 _SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && { read -r _ || true; }"
+_SHORT = "ip link add {port} type veth peer name eth0 netns {pid}"  # of a cable
 _CABLE = """
-ip link add {port} type veth peer name eth0 netns {pid}
 ip link set {port} master br0 up
 nsenter -t {pid} -n sh -ec 'ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up'
 """
@@ -129,10 +130,14 @@ class HostBed:
 
     Args:
         own_name: The address to which a host resolves its own name, 127.0.1.1 on Debian; if empty, its real address.
+        delay: Seconds that a frame takes from a host to another one.
+        loss: The part of the frames that are lost on the way from a host to the switch, or from there to a host.
     """
 
-    def __init__(self, count: int, prefix: str = "h", own_name: str = "") -> None:
-        self._own_name = own_name
+    def __init__(
+        self, count: int, prefix: str = "h", own_name: str = "", delay: float = 0.0, loss: float = 0.0
+    ) -> None:
+        self._own_name, self._delay, self._loss = own_name, delay, loss
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
         self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
 
@@ -147,6 +152,7 @@ class HostBed:
             for host in self.hosts:
                 command = ["unshare", *NAMESPACES, "sh", "-c", _HOST, "sh", host.name, str(host.folder)]
                 host.init = stack.enter_context(_held(command))
+                self._lay_cable(host, stack)
                 self._connect(host)
             self._stack = stack.pop_all()
         return self
@@ -199,6 +205,14 @@ class HostBed:
             (host.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
             (host.folder / "passwd").write_text(_PASSWD.format(home=host.home))
             (host.folder / "sshd_config").write_text(_SSHD_CONFIG.format(address=host.address, folder=host.folder))
+
+    def _lay_cable(self, host: Host, stack: ExitStack) -> None:
+        if self._delay or self._loss:
+            ends = [self._switch.pid, self._port(host), host.pid, "eth0"]
+            words = [sys.executable, _WIRE, *ends, self._delay / 2, self._loss]
+            stack.enter_context(_held(list(map(str, words))))
+        else:
+            _run_in_network(self._switch.pid, _SHORT.format(port=self._port(host), pid=host.pid))
 
     def _connect(self, host: Host) -> None:
         _run_in_network(self._switch.pid, _CABLE.format(port=self._port(host), pid=host.pid, address=host.address))

@@ -296,6 +296,16 @@ def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_en
     assert processes_in(tmp_path) == {}
 
 
+@pytest.mark.cold
+@pytest.mark.waits(6)
+def test_a_thread_that_keeps_a_rank_alive_after_sys_exit_is_named(tmp_path: Path) -> None:
+    script = "import sys, threading, time\nthreading.Thread(target=time.sleep, args=(5,), name='feeder').start()"
+    done = ddprun("--nproc-per-node", "1", write(tmp_path, f"{script}\nsys.exit(3)"), cwd=tmp_path)
+    remedy = "Join them, or make them daemon threads"
+    said = f"rank 0 on localhost is over, but still runs: its thread feeder must end, too. {remedy}"
+    assert done.returncode == 3 and f"ddprun: {said}\n" in done.stderr, done.stderr
+
+
 MISFORTUNES = """
 import atexit, os, sys, time
 from ddp_callbacks import join_process_group
@@ -667,7 +677,7 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
     if argv == ["--help"]:
         assert done.stdout.count("\n  -") == 15 and "--nnodes" not in done.stdout
     if argv == ["--help-all"]:
-        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--tee N")
+        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--no-python")
         assert max(map(len, done.stdout.splitlines())) <= 120
 
 

@@ -114,6 +114,12 @@ def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty:
             id="no address",
         ),
         pytest.param(
+            ["-H", "h1,h9", "-x", "GLOO_SOCKET_IFNAME=lo"],
+            r"h1: GLOO_SOCKET_IFNAME=lo does not lead to the others there\. Unset it, or name one that it has: eth0\.\n"
+            r"ddprun: h9: GLOO_SOCKET_IFNAME=lo does not lead .*: eth0\.",
+            id="interface",
+        ),
+        pytest.param(
             ["-H", "h1:1,h9:1"],
             r"h1: cannot connect to 10.83.0.9 port \d+: timed out\. Open the firewall of h9 for it, .*--unchecked\.\n"
             r"ddprun: h9: cannot connect to 10.83.0.1 port \d+: timed out\. Open the firewall of h1 .*--master-addr\.",

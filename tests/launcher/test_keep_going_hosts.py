@@ -78,7 +78,7 @@ def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path
     refused = {
         "h2": "the processes of this job meet at an address that only h1 has. Start it with --master-addr, an address "
         "that the other nodes can reach.",
-        "h1": "h1 and h1 are the same machine. Name it once, with all its slots.",
+        "h1": "h1 takes part already. Its killed processes are replaced without a join.",
         "h2,h3": "--nnodes allows 2 nodes, and the job has 1 by now.",
         "h2:0": "-H h2:0: the slots of h2 must be a number of at least 1, got '0'.",
     }

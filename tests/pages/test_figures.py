@@ -56,6 +56,13 @@ def test_the_figure_of_step_times_shows_its_table() -> None:
     assert drawn and json.loads(drawn[1]) == json.loads(found), "draw it again: main.py --draw step_time.json"
 
 
+def test_the_table_of_thousands_of_ranks_is_what_was_measured() -> None:
+    scale = BENCHMARKS / "scale"
+    found = json.loads((scale / "scale.json").read_text())
+    assert runpy.run_path(str(scale / "main.py"))["table"](found) in (scale / "README.md").read_text()
+    assert all(case["4096"][0] < 1 and case["4096"][3] < 64 for case in found.values())  # ms for a message, MB
+
+
 @pytest.mark.parametrize("name", ["cost", "local_sgd", "recovery", "step_time"])
 def test_a_benchmark_draws_only_where_it_is_told(name: str) -> None:
     text = (BENCHMARKS / name / "main.py").read_text()

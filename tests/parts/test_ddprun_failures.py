@@ -8,6 +8,7 @@ import json
 import pytest
 
 from ddp_callbacks.launcher.failures import End, Record, first_cause, read_record
+from ddp_callbacks.reporting.stacks import innermost, summary
 
 DISAGREE = """\
 the ranks disagree about the Trial:
@@ -114,3 +115,27 @@ def test_the_first_cause_is_not_who_tells_of_it(case: str) -> None:
     for order in (ends, ends[::-1]):
         cause = first_cause(order)
         assert ("" if cause is None else f"{cause.code}: {cause.text}") == expected
+
+
+STACKS = """\
+Thread 0x1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x2 (most recent call first):
+"""
+WAITS = '  File "/env/site-packages/ddp_callbacks/process_group/failures.py", line 246 in _wait_slice\n'
+MINE = '  File "/home/me/train.py", line 12 in training_step\n  File "/home/me/train.py", line 40 in <module>\n'
+
+
+def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> None:
+    own, library = "/home/me/train.py:12 in training_step", "ddp_callbacks/process_group/failures.py:246 in _wait_slice"
+    assert innermost(STACKS + MINE) == own
+    assert innermost(STACKS + WAITS + MINE) == f"{own}, in /env/site-packages/{library}"
+    assert innermost(STACKS + WAITS) == f"/env/site-packages/{library}"
+    assert innermost(STACKS) == "no Python code runs there: it starts or ends"
+    lines = {"0": innermost(STACKS + WAITS + MINE), "1": innermost(STACKS + MINE), "2": innermost("")}
+    assert summary(lines) == [
+        f"1: {own}",
+        "2: unknown: it wrote no stack. Is it stopped (kill -CONT)?",
+        f"0: {own}, in /env/site-packages/{library}",
+    ]

@@ -100,15 +100,11 @@ TAKEN: dict[str, tuple[str, str, object]] = {
     "nnodes": ("1:1", "min_nodes", 1),
     "nproc_per_node": ("3", "", None),
     "max_restarts": ("2", "max_restarts", 2),
-    "monitor_interval": ("0.5", "", None),
     "shutdown_timeout": ("7", "shutdown_timeout", 7),
     "standalone": ("", "", None),
     "module": ("", "command", ["-m", "train.py"]),
     "no_python": ("", "no_python", True),
     "log_dir": ("there", "log_dir", "there"),
-    "tee": ("3", "shown", None),
-    "role": ("trainer", "role", "trainer"),
-    "rdzv_id": ("7", "rdzv_id", "7"),
     "master_addr": ("a", "master_addr", "a"),
     "master_port": ("4000", "master_port", 4000),
 }
@@ -116,7 +112,7 @@ TAKEN: dict[str, tuple[str, str, object]] = {
 
 def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
     """`ddprun` takes torchrun's flags, or says what to do instead."""
-    # Each with each of its spellings and from its variable, as torchrun's own parser reads them.
+    # Each with each of its spellings, as torchrun's own parser reads them.
     for action in (action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"):
         for spelling in action.option_strings:
             if action.dest not in TAKEN:
@@ -127,9 +123,7 @@ def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
                 continue
             value, name, expected = TAKEN[action.dest]
             made = plan(spelling, *([value] if value else []), "train.py")
-            by_variable = plan("train.py", environ={f"PET_{action.dest.upper()}": value or "1"})
-            for job in (made, by_variable):
-                assert not name or getattr(job, name) == expected, spelling
+            assert not name or getattr(made, name) == expected, spelling
     assert {"-n", "-np"} < REFUSED.keys()
 
 
@@ -144,9 +138,8 @@ def test_ranks_get_every_variable_that_torchrun_sets() -> None:
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
-    environ = {"TOKEN": "a=b c", "PET_MAX_RESTARTS": "2", "OTHER": "x"}
+    environ = {"TOKEN": "a=b c", "OTHER": "x"}
     made = plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ)
-    assert made.max_restarts == 2
     assert made.environ == {"TOKEN": "a=b c", "LR": "0.1=", "E": ""}
     some = {"WANDB_MODE": "offline", "WANDB_DIR": "/w", "OTHER": "x"}
     assert plan("-x", "WANDB_*", "t.py", environ=some).environ == {"WANDB_MODE": "offline", "WANDB_DIR": "/w"}
@@ -242,9 +235,7 @@ def test_a_heterogeneous_job_is_named_not_half_started() -> None:
 
 def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--bind` gives ranks cores of their own."""
-    for node, cores in {"node0": "0-3", "node1": "4-7"}.items():
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(f"{cores}\n")
+    write_system(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1, 9)))
     monkeypatch.setattr(binding, "_core", lambda thread: thread % 4)  # 1 and 5 are threads of a core
     for kind, ranks, cores in (
@@ -254,9 +245,44 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         ("numa", 1, [{1, 2, 3}]),
         ("core", 8, [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]),
     ):
-        assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
-    assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
+        assert binding.cores_of_ranks(kind, ranks, None, str(tmp_path)) == (cores, ""), (kind, ranks)
+    assert binding.cores_of_ranks("core", 2, None, "/no/numa")[0] == [{8, 4, 1, 5}, {2, 6, 3, 7}]
     assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "visible", "cores", "says"),
+    [
+        (4, None, [{4, 5}, {6, 7}, {0, 1}, {2, 3}], "on the NUMA nodes 1, 1, 0, 0 of their GPUs"),
+        (2, None, [{4, 5}, {6, 7}], "on the NUMA nodes 1, 1 of their GPUs"),
+        (2, "3, 0", [{0, 1, 2, 3}, {4, 5, 6, 7}], "on the NUMA nodes 0, 1 of their GPUs"),
+        (2, "GPU-a,GPU-b", [{0, 1, 2, 3}, {4, 5, 6, 7}], "on NUMA nodes in turn: /sys doesn't tell those of the GPUs"),
+        (1, "4", [{0, 1, 2, 3}], "on NUMA nodes in turn: /sys doesn't tell those of the GPUs"),
+        (5, None, [{0}, {1, 2}, {3}, {4, 5}, {6, 7}], ""),  # they do not have a GPU each
+        (2, "", [{0, 1, 2, 3}, {4, 5, 6, 7}], ""),
+    ],
+)
+def test_a_rank_is_bound_to_the_numa_node_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, visible: str | None, cores: list[set[int]], says: str
+) -> None:
+    """`--bind numa` binds a rank near its GPU."""
+    gpus = {"0000:04:00.0": "1\n", "0000:0A:00.0": "1\n", "0000:8a:00.0": "0\n", "0000:8b:00.0": "0\n"}
+    write_system(tmp_path, **gpus, **({"0000:8c:00.0": "-1\n"} if visible == "4" else {}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(binding, "_core", lambda thread: thread)
+    assert binding.cores_of_ranks("numa", ranks, visible, str(tmp_path)) == (cores, says)
+
+
+def write_system(folder: Path, **gpus: str) -> None:
+    """Write what /sys and /proc say of a machine with two NUMA nodes, and of NVIDIA's GPUs by their addresses."""
+    files = {f"sys/devices/system/node/{node}/cpulist": f"{cores}\n" for node, cores in CORES.items()}
+    files |= {f"sys/bus/pci/devices/{address.lower()}/numa_node": node for address, node in gpus.items()}
+    for name, text in (files | {f"proc/driver/nvidia/gpus/{address}/information": "" for address in gpus}).items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+
+
+CORES = {"node0": "0-3", "node1": "4-7"}
 
 
 def test_a_set_up_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +320,12 @@ def test_a_key_that_others_may_read_is_told_in_ssh_s_words() -> None:
     said = ["Permissions 0644 for '/me/key' are too open.", "me@h: Permission denied (publickey)."]
     says = "ssh does not use your key: Permissions 0644 for '/me/key' are too open. Let nobody else read it (chmod 600)"
     assert remote.explain(NodePlan("h"), 255, said) == says
+
+
+def test_a_login_shell_that_ends_by_its_start_up_file_is_told() -> None:
+    says = "its login shell ended with exit code 0, and ran nothing: hello. Look for exit and exec in its"
+    assert remote.explain(NodePlan("h"), 0, ["hello"]).startswith(says)
+    assert remote.explain(NodePlan("h"), 255, ["hello"]) == "ssh cannot reach it: hello. Try: ssh h true"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Launch:
 
 
 def started(host: int, *ranks: int) -> Report:
-    return host, "Started", {"ranks": ranks or [host], "threads": "1", "interface": "lo"}
+    return host, "Started", {"ranks": ranks or [host], "threads": "1", "interface": "lo", "bound": ""}
 
 
 def ended(rank: int, code: int, host: int | None = None, by: str | None = None) -> Report:

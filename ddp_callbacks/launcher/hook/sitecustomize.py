@@ -8,7 +8,6 @@ folder of this file comes first in PYTHONPATH; this removes it at once, and runs
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import io
 import os
@@ -45,13 +44,18 @@ def _write_failures(path: str, log: int) -> None:
     rank = os.getpid()  # a child that was forked is another process
     written: list[BaseException] = []
 
+    def send(**what: object) -> None:
+        import json
+
+        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
+            file.write("\n" + json.dumps(what, ensure_ascii=False))  # fails if the node's program is gone
+
     def write(exception: BaseException | None, is_over: bool) -> None:
         if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
             return
         written.append(exception)
         began = time.monotonic()  # before imports, which take time: the rank that failed first is the cause
-        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", -1, "utf-8", "replace") as file:
-            file.write(_record(exception, began, is_over))  # fails if the node's program is gone
+        send(**_record(exception), time=began, is_over=is_over)
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         write(exception, _is_over())
@@ -63,10 +67,20 @@ def _write_failures(path: str, log: int) -> None:
         if given is not None:
             given.write(_shorten(text, exception, log))
 
+    def end() -> None:
+        write(getattr(sys, "last_value", None), True)  # the program may have replaced the hook
+        if not written and os.getpid() == rank and (names := _threads_left()):
+            send(kept_by=names)
+        shutdown()
+
     previous, sys.excepthook = sys.excepthook, report
-    # If the program has replaced the hook. Threading's runs before a thread of the program may keep this process.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(lambda: write(getattr(sys, "last_value", None), True))
+    # Python calls it first once the program is over, and waits for the program's threads there.
+    shutdown, threading._shutdown = threading._shutdown, end  # type: ignore[attr-defined]
+
+
+def _threads_left() -> list[str]:
+    """Return the names of the threads that keep this process alive."""
+    return [each.name for each in threading.enumerate() if not (each.daemon or each is threading.main_thread())]
 
 
 def _is_over() -> bool:
@@ -97,8 +111,7 @@ def _shorten(text: str, exception: BaseException, log: int) -> str:
     return "".join([lines[0], f"  ... {start - 1} more lines are in the log\n", *lines[start:]])
 
 
-def _record(exception: BaseException, began: float, is_over: bool) -> str:
-    import json
+def _record(exception: BaseException) -> dict[str, object]:
     import traceback
 
     chain = [exception]
@@ -109,8 +122,7 @@ def _record(exception: BaseException, began: float, is_over: bool) -> str:
     ends = [traceback.format_exception_only(each) for each in told]
     # The text of a SyntaxError begins with the code.
     lines = [_cut(next(text for text in end if text[0] != " ").rstrip("\n")) for end in ends]
-    record = {"exceptions": lines, "time": began, "is_over": is_over, "blames": getattr(peer, "ranks", None)}
-    return "\n" + json.dumps(record, ensure_ascii=False)
+    return {"exceptions": lines, "blames": getattr(peer, "ranks", None)}
 
 
 def _cut(text: str) -> str:

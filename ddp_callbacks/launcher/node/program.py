@@ -124,12 +124,13 @@ class Node(Answers):
         """Start these ranks, and on the first node the program that hosts their store on the port that is held."""
         how = StartRanks(*how)
         self._stopped.patience = how.patience
-        found = {**how.defaults, **os.environ, **how.environ}
+        set_here = {name: value for name, value in os.environ.items() if value or name not in how.defaults}
+        found = how.defaults | set_here | how.environ
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (how.environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
             self._start_store(how.store)
             self._ending.spared = descendants()
-            cores = cores_of_ranks(how.bind, len(how.ranks))
+            cores, bound = cores_of_ranks(how.bind, len(how.ranks), found.get("CUDA_VISIBLE_DEVICES"))
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 size = None if how.shown and rank not in how.shown else how.size
@@ -140,7 +141,7 @@ class Node(Answers):
             is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
             self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
             return
-        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")))
+        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
         self._ending.stop_again()
 
     def replace(self, rank: int, environ: dict[str, str]) -> None:

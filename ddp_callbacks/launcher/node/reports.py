@@ -20,11 +20,12 @@ class Wrote(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The ranks of this node have started, each with so many threads."""
+    """The ranks of this node have started, each with so many threads, and ``bound`` as this text says."""
 
     ranks: list[int]
     threads: str
     interface: str
+    bound: str
 
 
 class Ended(NamedTuple):
