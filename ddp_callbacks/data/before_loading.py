@@ -72,7 +72,7 @@ class Part(Source):
         if divider.world_size > 1 and divider.division == "global":
             override(self.loader, collate_fn=PartCollation(loader.collate_fn, name_of(loader)))
         self._is_checked = divider.division == "own" or divider.world_size == 1
-        self._loading = Loading() if divider.world_size > 1 and not self.loader.num_workers else None
+        self._loading = None if self.loader.num_workers else Loading()
         self.indices = list[list[Any]]()
 
     def __len__(self) -> int:
@@ -100,8 +100,6 @@ class Part(Source):
     def _seeded(self, step: Step, number: int, seed: int) -> Any:
         """Return the indices of a step, with what the seeds of its samples are made from."""
         divider, rows = self.divider, step.share.rows
-        if self._loading is None and not self.loader.num_workers:
-            return step.part
         if divider.division == "dealt":  # the number of the batch
             number = (number - 1) * divider.world_size + divider.rank
         seeds = (seed, number, divider.rank) if divider.division == "own" else (seed, number)

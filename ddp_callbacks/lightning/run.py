@@ -153,8 +153,8 @@ class Run:
         return self._draws.forward(self._rows)
 
     def transferring(self) -> AbstractContextManager[None]:
-        """Surround the transfer of a batch, with the user's hooks; like :meth:`computing`."""
-        return self._transferring.forward(self._rows)
+        """Surround the transfer of a batch, with the user's hooks; like :meth:`computing` if a loop has drawn it."""
+        return self._transferring.forward(self._rows) if _parts.is_asked_by_loop(self._trainer) else nullcontext()
 
     @property
     def _rows(self) -> Rows | None:

@@ -118,7 +118,7 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
 def _fitting(shape: Sequence[int], samples: int) -> list[int]:
     """Return the dimensions that may hold the batch, the likeliest first."""
     exact = [dim for dim, size in enumerate(shape) if size == samples]
-    is_multiple = bool(shape) and shape[0] > samples and shape[0] % samples == 0
+    is_multiple = len(shape) > 1 and shape[0] > samples and shape[0] % samples == 0  # as of heads, or words
     return exact + [0] * is_multiple
 
 

@@ -23,7 +23,14 @@ from torch import nn
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.default_group import get_rank
-from ddp_callbacks.randomness.generators import are_equal, default_generators, drawing_by_rank, drawing_from, states_of
+from ddp_callbacks.randomness.generators import (
+    are_equal,
+    default_generators,
+    draw_seed,
+    drawing_by_rank,
+    drawing_from,
+    states_of,
+)
 from ddp_callbacks.randomness.modes import DrawingCalls, DrawingOperators
 from ddp_callbacks.randomness.rows import Rows
 
@@ -173,8 +180,7 @@ class WholeDraws:
             self._by_program.add(_LATE)
             for generator, state in zip(generators, self._before, strict=True):
                 generator.set_state(state)  # ranks may have drawn unequal amounts
-            with drawing_by_rank(generators, 0):
-                pass
+                draw_seed(generator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how batches draw, as plain data. Local."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -60,13 +60,24 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def drawing_by_rank(generators: list[torch.Generator], rank: int) -> Iterator[None]:
-    """Inside, draw what differs between the ranks; outside, each generator advances by one draw on all ranks."""
-    with ExitStack() as stack:
-        for generator in generators:
-            seed = torch.randint(_SEEDS, (1,), generator=generator, device=generator.device).item()
-            stack.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(_mixed(int(seed), rank))
+    """Inside, draw what differs between the ranks; outside, a generator that has drawn advances by one draw on all."""
+    before = states_of(generators)
+    for generator in generators:
+        generator.manual_seed(_mixed(draw_seed(generator), rank))
+    fresh = states_of(generators)
+    try:
         yield
+    finally:
+        for generator, state, seeded in zip(generators, before, fresh, strict=True):
+            has_drawn = not torch.equal(generator.get_state(), seeded)
+            generator.set_state(state)
+            if has_drawn:
+                draw_seed(generator)
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """Advance the generator by one draw."""
+    return int(torch.randint(_SEEDS, (1,), generator=generator, device=generator.device))
 
 
 def _mixed(seed: int, rank: int) -> int:

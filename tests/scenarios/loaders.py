@@ -39,7 +39,7 @@ Rows = list[list[list[float]]]  # of each batch, this rank's samples
 class Data(Dataset[Any]):
     """A sample: its number, and what it has drawn. It counts how often each was loaded, in all processes."""
 
-    augments = True  # what the ranks draw for their samples depends on their number: not compared between numbers
+    augments = True
 
     def __init__(self) -> None:
         self.loaded = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()
@@ -233,9 +233,9 @@ def _go_on(name: str, states: Any, passes: int, how: str) -> Any:
     return rows, loaded, needed
 
 
-def draw_plainly(names: list[str]) -> dict[str, list[Rows]]:
+def draw_plainly(names: list[str], augments: bool) -> dict[str, list[Rows]]:
     """The samples of the plain loader, on one process."""
-    results = {}
+    Data.augments, results = augments, {}
     for name in names:
         seed_all(SEED)
         loader = LOADERS[name]()
