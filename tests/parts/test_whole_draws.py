@@ -216,7 +216,7 @@ class Places(nn.Module):
 
 class Noise(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(x.new_ones(LENGTH, len(x), WIDTH), 0.5).transpose(0, 1) + torch.rand(12, dtype=x.dtype)[3]
+        return x + F.dropout(x.new_ones(LENGTH, len(x), WIDTH), 0.5).transpose(0, 1) + torch.rand(12, 1, dtype=x.dtype)[3]
 
 
 def drawn(draws: WholeDraws, step: Step, samples: int, total: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> No
             part = model(batch(samples))
         if number == 0:
             with pytest.warns(
-                UserWarning, match=r"noise: of \[12\] for 4 samples, dimension 0 was taken to hold the batch"
+                UserWarning, match=r"noise: of \[12, 1\] for 4 samples, dimension 0 was taken to hold the batch"
             ):
                 draws.warn()
         if number > 1:
