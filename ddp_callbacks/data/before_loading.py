@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -22,28 +21,6 @@ from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.data.workers import SeededIndices, spared_workers, workers_as_of
 from ddp_callbacks.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class PartCollation:
-    """The user's ``collate_fn``; its errors say that it has got a part of a batch.
-
-    Args:
-        name: Of the data set.
-    """
-
-    collate: Callable[[Any], Any]
-    name: str
-
-    def __call__(self, samples: Any) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            error.add_note(
-                f"collate_fn has got this process's {len(samples)} samples of a batch of {self.name}. If it leaves out "
-                "samples, a part may lose all of them: leave them out in the data set or the sampler, or keep one."
-            )
-            raise
 
 
 class Part(Source):
@@ -69,7 +46,7 @@ class Part(Source):
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
         if divider.world_size > 1 and divider.division == "global":
-            override(self.loader, collate_fn=PartCollation(loader.collate_fn, name_of(loader)))
+            override(self.loader, collate_fn=functools.partial(_collate_part, loader.collate_fn, name_of(loader)))
         is_own = divider.division == "own"
         if divider.rank and not is_own:
             self.loader.generator = None  # the workers' seeds come from this rank's random state
@@ -126,6 +103,17 @@ class Part(Source):
         part, share = self.divider.to_compare(len(indices))
         with SharedRandomState(group=self.group).drawing():
             return WholeBatch(*_load_again(self.loader, indices, part), share)
+
+
+def _collate_part(collate: Callable[[Any], Any], name: str, samples: Any) -> Any:
+    try:
+        return collate(samples)
+    except Exception as error:
+        error.add_note(
+            f"collate_fn has got this process's {len(samples)} samples of a batch of {name}. If it leaves out samples, "
+            "a part may lose all of them: leave them out in the data set or the sampler, or keep one."
+        )
+        raise
 
 
 def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tuple[Any, Any]:
