@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, override
+from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
+from ddp_callbacks.data.global_state import copied_generator
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
@@ -19,7 +20,7 @@ from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
-from ddp_callbacks.data.workers import SeededIndices, spared_workers, workers_as_of
+from ddp_callbacks.data.workers import SeededIndices, spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -48,8 +49,8 @@ class Part(Source):
         if divider.world_size > 1 and divider.division == "global":
             override(self.loader, collate_fn=functools.partial(_collate_part, loader.collate_fn, name_of(loader)))
         is_own = divider.division == "own"
-        if divider.rank and not is_own:
-            self.loader.generator = None  # the workers' seeds come from this rank's random state
+        # Those of the workers come from this rank's random state.
+        self._generator = None if divider.rank and not is_own else loader.generator
         self._is_checked = is_own or divider.world_size == 1
         self._is_resumable, self.indices = False, list[list[Any]]()
 
@@ -81,8 +82,11 @@ class Part(Source):
             Order(self.sampler, self, start.of_last()).begin()
         self._order, self._is_resumable, self.indices = Order(self.sampler, self, start), start is not None, []
         self._begun = Pass(self, self._order, limit, start)
-        with spared_workers(self.loader), workers_as_of(self._original, self.loader):
+        # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
+        self.loader.generator = copied_generator() if has_persistent_workers(self._original) else self._generator
+        with spared_workers(self.loader):
             batches = iter(self.loader)
+        note_workers(self._original, has_persistent_workers(self.loader))
         if start and start.position and start.position["drawn"]:
             self._order.begin()
         return ShardedIterator(self, self._begun, batches, batches, shares)
