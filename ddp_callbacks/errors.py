@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from types import FrameType
 
 EXIT_PREEMPTED = 75
 """The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
@@ -102,11 +101,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     Filters find it by the module that calls this.
     """
     frame, module = sys._getframe(), sys._getframe(1).f_globals["__name__"]
-    while frame.f_back is not None and _package_of(frame) in _OURS:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -120,8 +120,7 @@ def _differs(name: str, by_rank: list[dict[str, Any]]) -> bool:
 
 def _warn(names: list[str], what_follows: str) -> None:
     if names:
-        text = f"{', '.join(names)} differed between the ranks, each of which has other data; {what_follows}"
-        warn(text)
+        warn(f"{', '.join(names)} differed between the ranks, each of which has other data; {what_follows}")
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -12,7 +12,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,22 +137,13 @@ def check_first_batch(
     is_strict = verify == "first_batch"
     if get_world_size(process_group) == 1:
         return
-    try:
+    hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
+    with nullcontext() if is_strict else _warning("The first batch", hint, process_group):
         if not is_strict:
             _attempt(process_group, is_strict, lambda: _check_comparable(computation.parts))
         with _random_states_kept(computation.parts[0]), torch.enable_grad():
             whole, part, weight = _attempt(process_group, is_strict, load)
             _compare(computation, whole, part, weight, process_group, is_strict)
-    except MismatchError as error:
-        if is_strict:
-            raise
-        if get_rank(process_group) == 0:
-            hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
-            warn(f"{error} ({hint})")
-    except ConfigurationError as error:
-        if is_strict:
-            raise
-        _log.debug("The first batch is not compared: %s", error)
 
 
 def check_logged(
@@ -182,7 +173,7 @@ def check_logged(
         with SharedRandomState(group=group).drawing():
             return compute(whole, 1.0)
 
-    try:
+    with _warning(f"What {step} logs", "verify=None leaves the comparison out.", group):
         attempt(lambda: _check_comparable(computation.parts))
         with _random_states_kept(computation.parts[0]):
             whole, part, weight = attempt(load)
@@ -192,11 +183,18 @@ def check_logged(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
                     f"{text}"
                 )
+
+
+@contextmanager
+def _warning(what: str, hint: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let rank 0 warn of a difference that is found inside; if nothing can be compared, only a message says so."""
+    try:
+        yield
     except MismatchError as error:
         if get_rank(group) == 0:
-            warn(f"{error} (verify=None leaves the comparison out.)")
+            warn(f"{error} ({hint})")
     except ConfigurationError as error:
-        _log.debug("What %s logs is not compared: %s", step, error)
+        _log.debug("%s is not compared: %s", what, error)
 
 
 def _check_comparable(parts: Sequence[Any]) -> bool:

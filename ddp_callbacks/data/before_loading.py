@@ -6,13 +6,13 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, override
+from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
+from ddp_callbacks.data.global_state import copied_generator
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
@@ -21,30 +21,8 @@ from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices
 from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
-from ddp_callbacks.data.workers import spared_workers, workers_as_of
+from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class PartCollation:
-    """The user's ``collate_fn``; its errors say that it has got a part of a batch.
-
-    Args:
-        name: Of the data set.
-    """
-
-    collate: Callable[[Any], Any]
-    name: str
-
-    def __call__(self, samples: Any) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            error.add_note(
-                f"collate_fn has got this process's {len(samples)} samples of a batch of {self.name}. If it leaves out "
-                "samples, a part may lose all of them: leave them out in the data set or the sampler, or keep one."
-            )
-            raise
 
 
 class Part(Source):
@@ -70,7 +48,8 @@ class Part(Source):
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
         if divider.world_size > 1 and divider.division == "global":
-            override(self.loader, collate_fn=PartCollation(loader.collate_fn, name_of(loader)))
+            override(self.loader, collate_fn=functools.partial(_collate_part, loader.collate_fn, name_of(loader)))
+        self._generator = loader.generator
         self._is_checked = divider.division == "own" or divider.world_size == 1
         self._loading = None if self.loader.num_workers else Loading()
         self.indices = list[list[Any]]()
@@ -126,8 +105,11 @@ class Part(Source):
             Order(self.sampler, self, start.of_last()).begin()
         self._order, self.indices = Order(self.sampler, self, start), []
         self._begun = Pass(self, self._order, limit, start)
-        with spared_workers(self.loader), workers_as_of(self._original, self.loader):
+        # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
+        self.loader.generator = copied_generator() if has_persistent_workers(self._original) else self._generator
+        with spared_workers(self.loader):
             batches = iter(self.loader)
+        note_workers(self._original, has_persistent_workers(self.loader))
         if start and start.position and start.position["drawn"]:
             self._order.begin()
         loaded = batches if self._loading is None else self._loaded(batches, self._loading)
@@ -149,6 +131,17 @@ class Part(Source):
         part, share = self.divider.to_compare(len(indices))
         with SharedRandomState(group=self.group).drawing():
             return WholeBatch(*_load_again(self.loader, indices, part), share)
+
+
+def _collate_part(collate: Callable[[Any], Any], name: str, samples: Any) -> Any:
+    try:
+        return collate(samples)
+    except Exception as error:
+        error.add_note(
+            f"collate_fn has got this process's {len(samples)} samples of a batch of {name}. If it leaves out samples, "
+            "a part may lose all of them: leave them out in the data set or the sampler, or keep one."
+        )
+        raise
 
 
 def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tuple[Any, Any]:

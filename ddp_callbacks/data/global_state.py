@@ -54,6 +54,13 @@ def _global_generators() -> list[Any]:
     return [torch.default_generator, random, numpy and numpy.random, cuda]
 
 
+def copied_generator() -> torch.Generator:
+    """Return a generator that draws what torch's global one would draw next."""
+    copied = torch.Generator()
+    copied.set_state(torch.get_rng_state())
+    return copied
+
+
 def seed_global(seed: int) -> None:
     """Seed all global generators with 63 bits."""
     seed_cpu(seed)

@@ -15,10 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
-
-from ddp_callbacks._torch import has_persistent_workers, note_workers
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
@@ -65,23 +62,6 @@ def _kill_daemons() -> None:
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
-
-
-@contextmanager
-def workers_as_of(original: DataLoader[Any], copied: DataLoader[Any]) -> Iterator[None]:
-    """Start a pass over a copy of a loader inside. It draws a seed for its workers if one over the original would.
-
-    With ``persistent_workers`` the first pass over the original draws one, whichever copies its later passes use.
-    """
-    generator = copied.generator
-    if has_persistent_workers(original):
-        copied.generator = torch.Generator()
-        copied.generator.set_state((generator or torch.default_generator).get_state())
-    try:
-        yield
-    finally:
-        copied.generator = generator
-    note_workers(original, has_persistent_workers(copied))
 
 
 @contextmanager

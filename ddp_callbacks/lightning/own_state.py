@@ -51,7 +51,7 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         _logged.refresh_metrics(trainer, training)  # a single process reads the values of the whole batch, too
     return logs | {
         "trainer": _progress.trainer_state(trainer),
-        "metrics": _save_metrics([trainer.lightning_module, *trainer.callbacks]),
+        "metrics": [*map(_torchmetrics.plain_states, metrics_of([trainer.lightning_module, *trainer.callbacks]))],
         "module": save_module(trainer.lightning_module, _has_gradients(trainer)),
         "attributes": changed(attributes_with_metrics(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
@@ -118,13 +118,8 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
 # --- torchmetrics --------------------------------------------------------------------------------------------------
 
 
-def _save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return this rank's states of the metrics in ``owners``: a module and callbacks. Local."""
-    return [_torchmetrics.plain_states(metric) for metric in metrics_of(owners)]
-
-
 def _load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
-    """Inverse of :func:`_save_metrics`. Local.
+    """Restore the states of the metrics in ``owners``: a module and callbacks. Local.
 
     Raises:
         ConfigurationError: A metric's states cannot be given to fewer ranks.
