@@ -79,7 +79,7 @@ def test_a_host_of_eight_loses_its_power_and_the_others_continue(tmp_path: Path)
 
 @pytest.mark.night
 def test_hosts_that_are_far_from_each_other_train_as_one_and_accuse_nobody(tmp_path: Path) -> None:
-    """Links of 100 Mbit/s that lose frames and take 20 ms are trained over."""
+    """Long, lossy links work."""
     with HostBed(3, delay=0.02, loss=0.005) as bed:
         for host in bed.hosts:
             bed.set_rate(host, "100mbit")

@@ -265,7 +265,6 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_rank_is_bound_to_the_numa_node_of_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, visible: str | None, cores: list[set[int]], says: str
 ) -> None:
-    """`--bind numa` binds a rank near its GPU."""
     gpus = {"0000:04:00.0": "1\n", "0000:0A:00.0": "1\n", "0000:8a:00.0": "0\n", "0000:8b:00.0": "0\n"}
     write_system(tmp_path, **gpus, **({"0000:8c:00.0": "-1\n"} if visible == "4" else {}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
