@@ -107,7 +107,7 @@ $(DEMO): pyproject.toml
 	@echo "Setting up $(VENV) (torch is large: the first time can take minutes) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-compile --editable '.[demo]'  # most of it is never imported
 	@touch $@
 
 $(INSTALLED): $(DEMO)

@@ -16,7 +16,7 @@ def shown(heading: str) -> str:
     """The Python under a heading of the page."""
     text = "\n".join(PAGE.lines).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     (code,) = (block.text for block in PAGE.blocks if block.is_python and block.text.splitlines()[-1] in text)
-    return code
+    return code.replace('AutoExecutor("logs")', 'AutoExecutor("logs", cluster="local")')
 
 
 def start_ray() -> None:
