@@ -181,12 +181,12 @@ def require_alike_steps(trainer: Any) -> None:
     """
     combined = _parts.loader_of(trainer.fit_loop)
     mode, loaders = _parts.mode_of(combined), [each for each in combined.flattened if isinstance(each, ShardedLoader)]
-    passes = [(len(loader), *shares) for loader in loaders if (shares := loader.passes_shares())]
+    passes = [(len(loader), shares[0], shares[1]) for loader in loaders if (shares := loader.passes_shares())]
     if mode == "sequential" or len(passes) < len(combined.flattened):
         return
-    count = min(trainer.num_training_batches, (min if mode == "min_size" else max)(each for each, *_ in passes))
+    count = min(trainer.num_training_batches, (min if mode == "min_size" else max)(each for each, _, _ in passes))
     count = min(count, trainer.max_steps) if trainer.max_steps > 0 else count
-    ends = (step for length, *_ in passes for step in range(length - 1, int(count), length))
+    ends = (step for length, _, _ in passes for step in range(length - 1, int(count), length))
     for step in sorted({0, *ends}):
         there = [each for each in passes if mode == "max_size_cycle" or step < each[0]]
         _require_alike([last if step % length == length - 1 else usual for length, usual, last in there])

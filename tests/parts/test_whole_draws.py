@@ -216,7 +216,9 @@ class Places(nn.Module):
 
 class Noise(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(x.new_ones(LENGTH, len(x), WIDTH), 0.5).transpose(0, 1) + torch.rand(12, 1, dtype=x.dtype)[3]
+        return (
+            x + F.dropout(x.new_ones(LENGTH, len(x), WIDTH), 0.5).transpose(0, 1) + torch.rand(12, 1, dtype=x.dtype)[3]
+        )
 
 
 def drawn(draws: WholeDraws, step: Step, samples: int, total: int) -> torch.Tensor:
