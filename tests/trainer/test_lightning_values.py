@@ -523,10 +523,10 @@ def messages_between_epochs() -> list[int]:
     return [at[first] - at[first - 1] for first in range(3, len(at), 3)]
 
 
-def test_between_two_epochs_there_are_four_exchanges() -> None:
-    """Over a network four exchanges separate epochs."""
-    gradients, end_of_data, end_of_epoch, order, random_state = 1, 1, 1, 1, 1  # each is one message
-    wanted = gradients + end_of_data + end_of_epoch + order + random_state
+def test_between_two_epochs_there_are_three_exchanges() -> None:
+    """Over a network three exchanges separate epochs."""
+    gradients, end_of_data, end_of_epoch, order = 1, 1, 1, 1  # each is one message
+    wanted = gradients + end_of_data + end_of_epoch + order
     assert WORLD.returned(messages_between_epochs, GLOO) == [[wanted] * 3] * 2
 
 
