@@ -176,4 +176,5 @@ if __name__ == "__main__":
     # Lightning's hints would come again in each fold.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
+    warnings.filterwarnings("ignore", "Some random numbers may not be")  # dropout of packed sequences
     main()

@@ -131,7 +131,7 @@ class RunRandomState:
     """The global random state during a run of a Trainer or Trial: one on all ranks, as on a single process.
 
     Hooks draw from it on every rank, so they may prune parameters or add noise to gradients. Steps draw from it for the
-    whole batch (:class:`ddp_callbacks.WholeDraws`). What loads samples has states of its own (:mod:`.sample_seeds`).
+    whole batch (:class:`ddp_callbacks.WholeDraws`). What loads samples has states of its own.
     A rank that draws another amount, as in a hook that asks for the rank, gets rank 0's state again with the next
     message that carries it.
 

@@ -227,8 +227,8 @@ def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Itera
 
     Args:
         loader: The result of :func:`shard_loader`; with a single process, the loader itself.
-        draws: What gives the batches' random numbers: it continues on all ranks from rank 0's random state, as it is
-            when rank 0 has drawn the order of the batches.
+        draws: What gives the batches' random numbers: it continues on all ranks from rank 0's random state,
+            after rank 0 has drawn the order of the batches.
     """
     return _WithShares(loader, draws)
 

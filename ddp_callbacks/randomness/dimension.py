@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from ddp_callbacks.randomness.rows import BatchDim, Rows
 
+_UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
+
 
 class DrawByRankError(Exception):
     """What a call draws for the whole batch cannot be known on this rank; the message says why."""
@@ -97,13 +99,13 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
     grown = [dim for dim, (one, other) in enumerate(sizes) if one != other and one * samples == other * seen.samples]
     if samples == seen.samples:
         if not _fitting(shape, samples):
-            seen.refusal = f"it draws {_text(seen.shape)} and {_text(shape)} for {samples} samples"
+            seen.refusal = _UNEQUAL
     elif len(grown) == 1 or shape == seen.shape:
         before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
         found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
         seen.doubt = "" if before == seen.dim else f"{found} holds the batch, earlier batches drew for another"
     else:
-        seen.refusal = f"it draws {_text(seen.shape)} for {seen.samples} samples, {_text(shape)} for {samples}"
+        seen.refusal = _UNEQUAL
 
 
 def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:

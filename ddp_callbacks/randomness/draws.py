@@ -13,7 +13,6 @@ Batches with and without gradients have a way each.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group.default_group import get_rank
 from ddp_callbacks.randomness.generators import (
     are_equal,
@@ -101,7 +100,11 @@ class WholeDraws:
 
     @contextmanager
     def forward(self, rows: Rows | None) -> Iterator[None]:
-        """Like :meth:`batch`, for a host that calls backward elsewhere, inside of :meth:`backward`."""
+        """Like :meth:`batch`, for a host that calls backward elsewhere, inside of :meth:`backward`.
+
+        Args:
+            rows: See :meth:`batch`.
+        """
         operators = self._operators
         is_aside, operators.is_aside = operators.is_aside, False
         operators.recomputes = operators.waits = False
@@ -132,9 +135,13 @@ class WholeDraws:
                 self._before = after
 
     def compare(self, digests: Sequence[int]) -> None:
-        """Note ranks that have drawn another amount than rank 0, as the checksums of their random states tell."""
+        """Note ranks that have drawn another amount than rank 0.
+
+        Args:
+            digests: Checksums of the random states of all ranks at one moment.
+        """
         apart = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        if apart and not self._was_by_rank:
+        if apart and not self._was_by_rank and not self._operators.refusals:
             self._by_program.add(_PARTED.format(", ".join(apart)))
 
     def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
@@ -187,7 +194,7 @@ class WholeDraws:
         return {"ways": [[has_gradients, way] for has_gradients, way in self._ways.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`. Local."""
+        """Continue from ``state``, the result of :meth:`state_dict`. Local."""
         self._ways = dict(state.get("ways", ()))
 
     def warn(self) -> None:
@@ -197,8 +204,4 @@ class WholeDraws:
         new = [line for line in lines if line not in self._told]
         self._told.update(new)
         if new:
-            warnings.warn(
-                "Some random numbers may not be those of one process. " + "; ".join(new) + ".",
-                UserWarning,
-                stacklevel=2,
-            )
+            warn("Some random numbers may not be those of one process. " + "; ".join(new) + ".")

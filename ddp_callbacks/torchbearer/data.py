@@ -19,6 +19,7 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, map_arrays
 from ddp_callbacks.data.outputs import gather_outputs
@@ -93,13 +94,18 @@ class ShardData(DistributedCallback):
         self.random_state = RunRandomState(self.process_group)
         for name in ("on_sample", "on_sample_validation"):
             wrap_event(callbacks, name, self._begin_batch)
-        if self.world_size > 1:
+        if self._may_be_several:
             for name in ("on_start_epoch", "on_end"):
                 wrap_event(callbacks, name, self._synchronize)
             wrap_event(callbacks, "on_backward", self._aside)
             wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
             wrap_event(callbacks, "on_step_validation", self._end_evaluating)
             wrap_event(callbacks, "on_end_epoch", self._end_epoch)
+
+    @property
+    def _may_be_several(self) -> bool:
+        """Whether there are other processes, or may be: they may join."""
+        return self.world_size > 1 or is_wanted()
 
     @contextmanager
     def _synchronize(self, _: State) -> Iterator[None]:
@@ -224,7 +230,7 @@ class ShardData(DistributedCallback):
         self._undivided = self._undivided or found
         trial_state.update(self._undivided)
         closure = call.trial.closure
-        if self.world_size > 1 and is_outermost:
+        if self._may_be_several and is_outermost:
             call.trial.closure = self._computing(closure)
         try:
             yield

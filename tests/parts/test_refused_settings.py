@@ -50,7 +50,7 @@ ENVIRONMENTS: list[Row] = [
 ]
 JOBS: list[Row] = [
     ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2"}, "SLURM_TASKS_PER_NODE='4(x2' cannot be parsed at '4(x2'"),
-    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"}, "lists 2 nodes, SLURM_JOB_NODELIST='a,b,c' 3"),
+    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"}, "is not of the 3 nodes of the job. Start ddprun without srun"),
     ({"LSB_MCPU_HOSTS": "hostA 4 hostB"}, "LSB_MCPU_HOSTS='hostA 4 hostB' must hold pairs"),
     ({"LSB_MCPU_HOSTS": "hostA 0"}, "LSB_MCPU_HOSTS='hostA 0' must hold pairs"),
     ({"PBS_NODEFILE": "/dev/null"}, "PBS_NODEFILE='/dev/null' names no host"),
