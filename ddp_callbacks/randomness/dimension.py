@@ -2,7 +2,7 @@
 
 A shape alone may leave this open. Two batches of different sizes tell: the dimension that grows with the batch holds
 it. Until then, the first dimension that fits is taken; if others fit as well, or its size is a multiple of the samples,
-that is noted.
+that is noted. A multiple that the program gives as a size is taken for a constant.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class _Seen:
     Attributes:
         layer: Name of the layer, for messages.
         known: The dimension that holds the batch, by the function that draws; ``None`` if that does not tell.
+        is_sized: Whether the program gives the shape, not a tensor.
         samples, shape: Of the first draw.
         doubt: Why the dimension is not certain; empty if it is.
         is_told: Whether batches of different sizes have told the dimension.
@@ -42,6 +43,7 @@ class _Seen:
 
     layer: str
     known: int | None
+    is_sized: bool
     samples: int
     shape: Sequence[int]
     doubt: str = ""
@@ -74,14 +76,15 @@ class BatchDims:
             shape: What is drawn.
             rows: This rank's part of the batch.
             known: The dimension of the batch, if the function that draws tells it.
-            order: The order of the dimensions in memory. A part of a single sample may not tell it, earlier ones do.
+            order: The order of the dimensions in memory of the tensor that is drawn for; ``None``: the program gives
+                the shape. A part of a single sample may not tell it, earlier ones do.
 
         Raises:
             DrawByRankError: The shape does not tell how much other ranks draw.
         """
         seen = self._seen.get(place)
         if seen is None:
-            seen = self._seen[place] = _Seen(name(), known, rows.samples, shape)
+            seen = self._seen[place] = _Seen(name(), known, order is None, rows.samples, shape)
         if not seen.is_told and (shape != seen.shape or rows.samples != seen.samples):
             _compare(seen, shape, rows.samples)
         if seen.refusal:
@@ -124,9 +127,12 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
         return None
     if seen.known in fitting:
         return seen.known
-    if shape[fitting[0]] != samples or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
-        seen.doubt = f"of {_text(shape)} for {samples} samples, dimension {fitting[0]} was taken to hold the batch"
-    return fitting[0]
+    is_multiple = shape[fitting[0]] != samples
+    guess = None if is_multiple and seen.is_sized else fitting[0]
+    if is_multiple or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
+        taken = "no dimension" if guess is None else f"dimension {guess}"
+        seen.doubt = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch"
+    return guess
 
 
 def _fitting(shape: Sequence[int], samples: int) -> list[int]:

@@ -262,7 +262,7 @@ def test_batches_of_different_sizes_tell_which_dimension_holds_the_batch() -> No
             part = model(batch(samples))
         if number == 0:
             with pytest.warns(
-                UserWarning, match=r"noise: of \[12, 1\] for 4 samples, dimension 0 was taken to hold the batch"
+                UserWarning, match=r"noise: of \[12, 1\] for 4 samples, no dimension was taken to hold the batch"
             ):
                 draws.warn()
         if number > 1:

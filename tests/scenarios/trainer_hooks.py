@@ -262,7 +262,7 @@ def cells(actions: list[str]) -> list[Cell]:
         for hook in hooks:
             function = next((each for each in FUNCTIONS if counts[each][kind, hook]), None)
             if function is not None:
-                middle = counts[function][kind, hook] // 2
+                middle = 0 if function == "predict" else counts[function][kind, hook] // 2
                 found += [Cell(kind, hook, function, middle, action) for action in actions]
     return found
 

@@ -43,10 +43,11 @@ class LoopDraws:
         self._bodies[running] = _Body(draws, rows)
 
     def end(self, running: Pass) -> None:
-        """End the body of the last batch of a pass, if it has not ended. Local."""
-        if running in self._bodies:
-            self._bodies.pop(running).end()
-            self._resume()
+        """End the body of the last batch of a pass, if it has not ended, and those that began inside. Local."""
+        while running in self._bodies:
+            _, body = self._bodies.popitem()
+            body.end()
+        self._resume()
 
     def begin_pass(self) -> None:
         """Continue on all ranks from rank 0's random state. A collective."""
