@@ -226,7 +226,7 @@ def try_ddprun(*argv: str) -> None:
     from ddp_callbacks.launcher.options import parse_options
 
     if argv[0] == "doctor":
-        parse_options(argv[1:], {}, is_doctor=True)
+        parse_options(argv[1:], {}, command="doctor")
     else:
         sys.argv[:] = ["ddprun", "--dry-run", *argv]
         cli.main()
