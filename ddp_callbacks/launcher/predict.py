@@ -15,8 +15,10 @@ from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.run import run_until
 from ddp_callbacks.reporting import predict
 from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.cost import Network, network_of
 from ddp_callbacks.reporting.plot import draw
 
+_SUMS = "ddp_callbacks.launcher.sums"
 _LOOK = 0.5  # seconds between two looks at what the ranks have sent
 
 
@@ -34,11 +36,13 @@ def run_prediction(job: Job) -> int:
             "a prediction needs two processes or more: name machines (-H node1,node2), or pass --nproc-per-node 2."
         )
     many = all_of_them.measured()
-    fewer = _Run(_fewer(job, many, all_of_them.threads()), is_second=True)
+    fewer = _Run(_fewer(job, many, all_of_them.about()["threads"]), is_second=True)
     if code := fewer.train():
         return code
-    latency, bandwidth = job.latency and job.latency * 1e-6, job.bandwidth and job.bandwidth * 1e9 / 8
-    found = predict.predict(fewer.measured(), many, latency, bandwidth, predict.ways(job.inexact))
+    sums = _Run(job.changed(module=True, training_script=_SUMS, training_script_args=[], no_python=False))
+    if many.machines > 1 and (code := sums.train()):
+        return code
+    found = predict.predict(fewer.measured(), many, _network(job, many, sums), predict.ways(job.inexact))
     if job.plot:
         Path(job.plot).write_text(draw(found, f"{' '.join(job.command)}: what more machines bring"))
     print(json.dumps({"command": job.command} | found) if job.json else "\n".join(predict.lines(found)))
@@ -50,6 +54,15 @@ def _fewer(job: Job, many: predict.Measured, threads: int) -> Job:
     processes = many.processes // many.machines if many.machines > 1 else 1
     first = replace(job.nodes[0], processes=str(processes))
     return job.changed(nodes=(first,), min_nodes=1, environ={"OMP_NUM_THREADS": str(threads)} | job.environ)
+
+
+def _network(job: Job, many: predict.Measured, sums: _Run) -> Network:
+    """Return the network as the user says, or as sums over all machines have shown; for one machine, a usual one."""
+    known = predict.ASSUMED
+    if many.machines > 1:
+        known = network_of(json.loads(sums.about()["settings"]["sums"]), many.machines)
+    latency, bandwidth = job.latency and job.latency * 1e-6, job.bandwidth and job.bandwidth * 1e9 / 8
+    return Network(latency or known.latency, bandwidth or known.bandwidth)
 
 
 class _Run:
@@ -88,6 +101,7 @@ class _Run:
         """Return the mean step."""
         return predict.measured(self._begin, self._report.data())
 
-    def threads(self) -> int:
-        """Return how many threads each process had."""
-        return int(self._report.data()["ranks"][0]["about"]["threads"])
+    def about(self) -> dict[str, Any]:
+        """Return the settings, versions and threads of rank 0."""
+        about: dict[str, Any] = self._report.data()["ranks"][0]["about"]
+        return about

@@ -1,4 +1,4 @@
-"""A model of the time of a step by the number of machines, whose parameters two short runs give.
+"""A model of the time of a step by the number of machines, whose parameters short runs give.
 
 [Note: the model]
 A message takes ``latency + bytes / bandwidth`` (Hockney, 1994, doi:10.1016/S0167-8191(06)80021-9). The cost of a sum is
@@ -19,10 +19,11 @@ of a step is divided with the samples, and part is not: computing a whole and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 GATHERED, CHUNK, FIRST_BUCKET, BUCKET = 768 << 10, 4 << 20, 1 << 20, 25 << 20  # bytes, as in comm and gradients
+SIZES = 1 << 10, 4 << 20  # bytes of sums that tell the latency and the bandwidth
 _AT_A_TIME = 2  # chunks: gloo works with two threads
 
 
@@ -101,11 +102,8 @@ class Step:
         return 2 * others * (rounds * network.latency + sent / machines / network.bandwidth)
 
 
-def fitted(step: Step, machines: int, seconds: float, latency: float) -> Network:
-    """Return the network with which so many machines take so long for a step."""
-    low, high = 1e3, 1e13
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        is_slow = step.seconds(machines, Network(latency, middle)) > seconds
-        low, high = (middle, high) if is_slow else (low, middle)
-    return Network(latency, high)
+def network_of(sums: Sequence[float], machines: int) -> Network:
+    """Return the network on which sums of :data:`SIZES` take so many seconds, for one process on each machine."""
+    few, many = (seconds / (machines - 1) for seconds in sums)  # M - 1 messages; 2 (M - 1), each with a part
+    bandwidth = (SIZES[1] / machines - SIZES[0]) / max(many / 2 - few, 1e-6)
+    return Network(max(few - SIZES[0] / bandwidth, 0.0), bandwidth)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way, fitted
+from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way
 from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, VALIDATION, WAITING
 
 MACHINES = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
-LATENCY, BANDWIDTH = 50e-6, 10e9 / 8  # of a network that was not measured: seconds, bytes per second
+ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
 WORTH = 1.1  # times as fast: what twice as many machines must be
 FEWEST = 20  # steps to measure
 
@@ -67,24 +67,18 @@ def _mean(before: Mapping[str, Any] | None, after: Mapping[str, Any], command: s
     return {part: (value - begin.get(part, 0.0)) / steps for part, value in after["seconds"].items()}
 
 
-def predict(few: Measured, many: Measured, latency: float | None, bandwidth: float | None, ways: Sequence[Way]) -> Any:
+def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
     """Return what follows from two runs, as plain data for JSON.
 
     Args:
         few: One machine, if ``many`` are several; else one process of it. It has as many threads.
-        latency: Of the network, in seconds; ``None``: :data:`LATENCY`.
-        bandwidth: In bytes per second; ``None``: as ``many`` took, or on one machine :data:`BANDWIDTH`.
     """
     base = few if many.machines > 1 else many
     step = _step(few, many, base)
-    network = Network(LATENCY if latency is None else latency, bandwidth or BANDWIDTH)
-    source = "assumed" if bandwidth is None else "as given"
-    if many.machines > 1 and bandwidth is None:
-        source, network = "as measured", fitted(step, many.machines, many.seconds, network.latency)
     return {
         "measured": [asdict(each) | {"times": base.seconds / each.seconds} for each in (few, many)],
         "step": asdict(step),
-        "network": asdict(network) | {"rate is": source},
+        "network": asdict(network),
         "predicted": [_row(step, machines, network, ways) for machines in sorted({*MACHINES, many.machines})],
     }
 
@@ -128,8 +122,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for way in found["predicted"][0]["ways"]:
         yield _sentence(found, way)
     network = found["network"]
-    rate = f"{network['bandwidth'] * 8 / 1e9:.3g} Gbit/s a machine, {network['rate is']} (--bandwidth)"
-    yield f"Network: {rate}; {network['latency'] * 1e6:.3g} µs a message, not measured (--latency)."
+    rate = f"{network['bandwidth'] * 8 / 1e9:.3g} Gbit/s (--bandwidth), {network['latency'] * 1e6:.3g} µs (--latency)"
+    yield f"Network: {rate}{', assumed' if network == asdict(ASSUMED) else ''}."
     yield "Assumed: equal machines, a network that serves all of them at full rate, no late process."
 
 

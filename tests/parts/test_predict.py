@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from typing import Any
 from xml.etree import ElementTree
@@ -92,35 +91,35 @@ def run_of(step: Step, machines: int, network: Network, overhead: float = 0.0) -
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.005])
-def test_two_runs_tell_what_more_machines_take(overhead: float) -> None:
-    """It finds what the made-up runs were made with."""
+def test_two_runs_and_sums_tell_what_more_machines_take(overhead: float) -> None:
+    """It finds what made-up runs were made with."""
     step, network = replace(STEP, processes=4), Network(2e-4, 24e6)
     few, many = (run_of(step, machines, network, overhead) for machines in (1, 2))
-    found = predict.predict(few, many, 2e-4, None, (EXACT,))
-    assert found["network"]["bandwidth"] == pytest.approx(24e6, rel=1e-3)
+    sums = 2e-4 + cost.SIZES[0] / 24e6, 2 * (2e-4 + cost.SIZES[1] / 2 / 24e6)  # gathered, and by the ring
+    found = predict.predict(few, many, cost.network_of(sums, 2), (EXACT,))
+    assert found["network"] == pytest.approx({"latency": 2e-4, "bandwidth": 24e6})
     for row in found["predicted"]:
-        assert row["ways"]["exact"]["seconds"] == pytest.approx(step.seconds(row["machines"], network), rel=1e-3)
+        assert row["ways"]["exact"]["seconds"] == pytest.approx(step.seconds(row["machines"], network))
     assert [run["times"] for run in found["measured"]] == [1.0, few.seconds / many.seconds]
 
 
 def test_one_machine_needs_an_assumed_network_which_is_said() -> None:
+    """It says when it assumes a network."""
     few = Measured(1, 1, 0.11, 0.0, 0.0, 0.0, 11 * MiB)  # a process alone does not tell its parts
     many = Measured(1, 2, 0.07, 0.02, 0.01, 0.01, 11 * MiB)
-    found = predict.predict(few, many, None, None, (EXACT,))
-    assert found["network"] == {"latency": 5e-5, "bandwidth": 1.25e9, "rate is": "assumed"}
+    found = predict.predict(few, many, predict.ASSUMED, (EXACT,))
     assert found["step"]["divided"] == pytest.approx(0.05) and found["step"]["fixed"] == pytest.approx(0.02)
     said = list(predict.lines(found))
     assert said[0] == "Measured: 1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step."
-    assert said[-2].startswith("Network: 10 Gbit/s a machine, assumed (--bandwidth); 50 µs a message, not measured")
-    given = predict.predict(few, many, 1e-6, 1e6, (EXACT,))["network"]
-    assert given == {"latency": 1e-6, "bandwidth": 1e6, "rate is": "as given"}
+    assert said[-2] == "Network: 10 Gbit/s (--bandwidth), 50 µs (--latency), assumed."
+    given = predict.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
+    assert list(predict.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
 
 
 def prediction(bandwidth: float, inexact: bool = False) -> dict[str, Any]:
     network = Network(5e-5, bandwidth)
     few, many = (run_of(STEP, machines, network) for machines in (1, 2))
-    found: dict[str, Any] = predict.predict(few, many, None, None, predict.ways(inexact))
-    return found
+    return predict.predict(few, many, network, predict.ways(inexact))
 
 
 def test_it_says_where_more_machines_stop_paying() -> None:
@@ -190,9 +189,3 @@ def test_a_step_is_the_mean_after_the_first_ones() -> None:
 def test_a_run_that_cannot_be_measured_is_named(data: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         predict.measured(moment(), data)
-
-
-def test_bytes_that_hide_behind_backward_need_no_network() -> None:
-    step = replace(STEP, nbytes=4e4)
-    found = cost.fitted(step, 2, step.fixed + step.divided / 2, 0.0)
-    assert math.isfinite(found.bandwidth) and found.bandwidth > 1e10

@@ -147,7 +147,7 @@ def test_a_successor_adds_to_what_its_rank_has_done() -> None:
     collector.hear("a", 0, "r", second[30:])
     collector.note("rank 0 was killed")
     collector.hear("a", 0, "r", said(8, 5))
-    collector.hear("a", 0, "e", b"\r10 %\r20 %")
+    collector.hear("a", 0, "e", b"\r10 %\r\x1b[32m20 %\x1b[0m\x1b[A\n")  # colours, and a move of the cursor
     data = collector.data()
     (rank,) = data["ranks"]
     assert rank["steps"] == 25 and rank["seconds"]["loading"] == pytest.approx(0.25) and rank["line"] == "20 %"
@@ -165,6 +165,7 @@ def test_the_samples_of_a_long_job_stay_few() -> None:
 @pytest.mark.parametrize("flags", ["--once", "--json"])
 def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, collector = new_folder(tmp_path), Collector(["train.py"])
+    (folder / "request").write_text("1\n")  # of a command that was killed
     for rank in (0, 1):
         collector.hear("a", rank, "r", said(rank, 20, epoch=3))
         collector.hear("a", rank, "o", b"loss 0.5\nloss 0.25\n")

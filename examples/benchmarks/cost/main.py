@@ -1,7 +1,7 @@
 """Check ``ddprun predict``: what it says on two hosts about four, and what these take.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/cost/main.py --json found.json     20 minutes on two cores (Linux, root)
-    python examples/benchmarks/cost/main.py --draw found.json --plot cost.svg       the table, and a picture of the first
+    OMP_NUM_THREADS=1 python examples/benchmarks/cost/main.py --json found.json     20 minutes (two cores, Linux, root)
+    python examples/benchmarks/cost/main.py --draw found.json --plot cost.svg       the table; a picture of one case
 
 The hosts, each with half a core, and the script are those of the benchmark ``gain``.
 """
