@@ -40,6 +40,9 @@ PRIVATE = (
     "torch._C._distributed_c10d:Backend.Options._timeout",
     "torch:_ops.OpOverload.__init__ uses _op_dk",
     "torch:utils._python_dispatch.TorchDispatchMode",
+    "torch:_C._len_torch_function_stack",
+    "torch.overrides:_pop_mode()",
+    "torch.overrides:_push_mode(mode)",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.cuda:_lazy_call(callable)",
     "torch.distributed:ProcessGroup._allgather_base",
@@ -77,6 +80,7 @@ try:
     from torch._C._distributed_c10d import Backend
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 except ImportError:
     require_torch()  # its error names the supported versions of torch
@@ -116,6 +120,13 @@ def composite_kernel(operator: OpOverload) -> Callable[..., Any] | None:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
         return None
     return functools.partial(operator._op_dk, key)
+
+
+def change_function_modes(change: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> None:
+    """Replace this thread's function modes by what ``change`` returns for them, the innermost first."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    for mode in reversed(change(modes)):
+        _push_mode(mode)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Run:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = replacements
         self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
-        self._draws, self._transferring = WholeDraws(held.model), WholeDraws(held.model)
+        self._draws = WholeDraws(held.model)
         self.random_state = RunRandomState()
         self.random_state.draws = self._draws
         self.random_state.synchronize()
@@ -89,6 +89,7 @@ class Run:
                     self._exit.before(callback, name, self._before_monitor)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
+        self._exit.replace(trainer.fit_loop, "setup_data", self._outside_of_batches)  # a step may ask for their number
         self._exit.before(trainer.fit_loop, "on_run_start", functools.partial(require_alike_steps, trainer))
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._exit.before(loop, "on_run_start", self._before_evaluation)
@@ -154,7 +155,12 @@ class Run:
 
     def transferring(self) -> AbstractContextManager[None]:
         """Surround the transfer of a batch, with the user's hooks; like :meth:`computing` if a loop has drawn it."""
-        return self._transferring.forward(self._rows) if _parts.is_asked_by_loop(self._trainer) else nullcontext()
+        is_drawn = _parts.is_asked_by_loop(self._trainer)
+        return self._draws.forward(self._rows, "transfer") if is_drawn else nullcontext()
+
+    def _outside_of_batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._draws.aside():
+            return method(*args, **kwargs)
 
     @property
     def _rows(self) -> Rows | None:

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 from ddp_callbacks.randomness.rows import BatchDim, Rows
 
+KNOWN = {
+    **dict.fromkeys(("gru", "lstm", "rnn_relu", "rnn_tanh"), 1),  # of [steps, samples, features], also if batch_first
+    **dict.fromkeys(("multi_head_attention_forward", "scaled_dot_product_attention"), 0),
+}
+"""Which dimension holds the batch in what torch's functions draw."""
+
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
 
 
@@ -25,6 +31,7 @@ class _Seen:
 
     Attributes:
         layer: Name of the layer, for messages.
+        known: The dimension that holds the batch, by the function that draws; ``None`` if that does not tell.
         samples, shape: Of the first draw.
         doubt: Why the dimension is not certain; empty if it is.
         is_told: Whether batches of different sizes have told the dimension.
@@ -34,6 +41,7 @@ class _Seen:
     """
 
     layer: str
+    known: int | None
     samples: int
     shape: Sequence[int]
     doubt: str = ""
@@ -55,6 +63,7 @@ class BatchDims:
         name: Callable[[], str],
         shape: Sequence[int],
         rows: Rows,
+        known: int | None = None,
         order: Sequence[int] | None = None,
     ) -> BatchDim | None:
         """Return the dimension of the batch; ``None``: the draw is not for the batch, so all ranks draw the same.
@@ -64,6 +73,7 @@ class BatchDims:
             name: Returns the layer's name, for messages.
             shape: What is drawn.
             rows: This rank's part of the batch.
+            known: The dimension of the batch, if the function that draws tells it.
             order: The order of the dimensions in memory. A part of a single sample may not tell it, earlier ones do.
 
         Raises:
@@ -71,7 +81,7 @@ class BatchDims:
         """
         seen = self._seen.get(place)
         if seen is None:
-            seen = self._seen[place] = _Seen(name(), rows.samples, shape)
+            seen = self._seen[place] = _Seen(name(), known, rows.samples, shape)
         if not seen.is_told and (shape != seen.shape or rows.samples != seen.samples):
             _compare(seen, shape, rows.samples)
         if seen.refusal:
@@ -112,7 +122,9 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     fitting = _fitting(shape, samples)
     if not fitting:
         return None
-    if len(fitting) > 1 or shape[fitting[0]] != samples:
+    if seen.known in fitting:
+        return seen.known
+    if shape[fitting[0]] != samples or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
         seen.doubt = f"of {_text(shape)} for {samples} samples, dimension {fitting[0]} was taken to hold the batch"
     return fitting[0]
 

@@ -8,7 +8,7 @@ way          when                                           what a batch costs
 ``by_rank``  something drew that no mode sees, or on wish   setting the random state
 ===========  =============================================  ===========================================================
 
-Batches with and without gradients have a way each.
+Batches with and without gradients have a way each, and so has each stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from ddp_callbacks.errors import ConfigurationError, warn
-from ddp_callbacks.process_group.default_group import get_rank
 from ddp_callbacks.randomness.generators import (
     are_equal,
     default_generators,
@@ -61,17 +60,17 @@ class WholeDraws:
 
     Args:
         module: The model, for the names of its layers.
-        rank: This process's rank; ``None``: that in the default group.
+        rank: This process's rank; ``None``: the one that it has in the default group at the time.
         by_rank: Let each rank draw its own numbers instead.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
-        self._rank = get_rank() if rank is None else rank
+        self._rank = rank
         self._states: list[torch.Tensor] | None = None  # of all ranks, in batches
-        self._operators = DrawingOperators(module, self._rank)
+        self._operators = DrawingOperators(module, rank)
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
-        self._ways: dict[bool, Way] = {}
+        self._ways: dict[tuple[str, bool], Way] = {}  # by stage, and whether there are gradients
         self._was_by_rank = False  # in any batch
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
@@ -82,34 +81,35 @@ class WholeDraws:
         self._states = states
 
     @contextmanager
-    def batch(self, rows: Rows | None) -> Iterator[None]:
+    def batch(self, rows: Rows | None, stage: str = "step") -> Iterator[None]:
         """Inside, all draws are for the whole batch, of which this rank keeps its rows.
 
         Run forward and loss inside. Run backward inside as well if it computes forward again, as checkpointing does.
 
         Args:
             rows: This rank's part of the batch. ``None``: unknown; each rank then draws its own numbers.
+            stage: A name for what is done with the batch. What draws in one stage need not draw in another.
 
         Raises:
             ConfigurationError: From the end of the context: a backward outside would compute forward again.
         """
-        with self.forward(rows):
+        with self.forward(rows, stage):
             yield
         if self._operators.waits:
             raise ConfigurationError(_RECOMPUTES)
 
     @contextmanager
-    def forward(self, rows: Rows | None) -> Iterator[None]:
+    def forward(self, rows: Rows | None, stage: str = "step") -> Iterator[None]:
         """Like :meth:`batch`, for a host that calls backward elsewhere, inside of :meth:`backward`.
 
         Args:
-            rows: See :meth:`batch`.
+            rows, stage: See :meth:`batch`.
         """
         operators = self._operators
         is_aside, operators.is_aside = operators.is_aside, False
         operators.recomputes = operators.waits = False
         try:
-            with nullcontext() if self._states is None else drawing_from(self._states), self._batch(rows):
+            with nullcontext() if self._states is None else drawing_from(self._states), self._batch(rows, stage):
                 yield
         finally:
             operators.is_aside = is_aside
@@ -117,6 +117,10 @@ class WholeDraws:
     def backward(self) -> AbstractContextManager[object]:
         """Surround the backward of the batch of the last :meth:`forward`."""
         return self._operators.backward()
+
+    def forget_way(self) -> None:
+        """Let the next batch tell anew whether batches draw. Local."""
+        self._ways.clear()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -144,21 +148,21 @@ class WholeDraws:
         if apart and not self._was_by_rank and not self._operators.refusals:
             self._by_program.add(_PARTED.format(", ".join(apart)))
 
-    def _batch(self, rows: Rows | None) -> AbstractContextManager[None]:
+    def _batch(self, rows: Rows | None, stage: str) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:
             return nullcontext()
-        has_gradients = torch.is_grad_enabled()
-        way = self._always or self._ways.get(has_gradients, "whole")
+        kind = stage, torch.is_grad_enabled()
+        way = self._always or self._ways.get(kind, "whole")
         if rows is None or way == "by_rank":
             self._was_by_rank = True
             return drawing_by_rank(default_generators(), self._rank)
-        return self._watched(has_gradients) if way == "none" else self._whole(rows, has_gradients)
+        return self._watched(kind) if way == "none" else self._whole(rows, kind)
 
     @contextmanager
-    def _whole(self, rows: Rows, has_gradients: bool) -> Iterator[None]:
+    def _whole(self, rows: Rows, kind: tuple[str, bool]) -> Iterator[None]:
         operators = self._operators
         operators.begin(rows)
-        self._before = operators.expected = None if has_gradients in self._ways else states_of(default_generators())
+        self._before = operators.expected = None if kind in self._ways else states_of(default_generators())
         try:
             with self._calls:
                 yield
@@ -167,7 +171,7 @@ class WholeDraws:
         if self._before is not None:
             operators.compare()
             operators.expected = None
-            self._ways[has_gradients] = self._way_after(self._before)
+            self._ways[kind] = self._way_after(self._before)
 
     def _way_after(self, before: list[torch.Tensor]) -> Way:
         """Return how later batches draw, after one that began with these states."""
@@ -178,12 +182,12 @@ class WholeDraws:
         return "whole" if self._operators.draws else "by_rank"
 
     @contextmanager
-    def _watched(self, has_gradients: bool) -> Iterator[None]:
+    def _watched(self, kind: tuple[str, bool]) -> Iterator[None]:
         generators = default_generators()
         self._before = states_of(generators)
         yield
         if not are_equal(self._before, states_of(generators)):
-            del self._ways[has_gradients]
+            del self._ways[kind]
             self._by_program.add(_LATE)
             for generator, state in zip(generators, self._before, strict=True):
                 generator.set_state(state)  # ranks may have drawn unequal amounts
@@ -191,11 +195,11 @@ class WholeDraws:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how batches draw, as plain data. Local."""
-        return {"ways": [[has_gradients, way] for has_gradients, way in self._ways.items()]}
+        return {"ways": [[list(kind), way] for kind, way in self._ways.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, the result of :meth:`state_dict`. Local."""
-        self._ways = dict(state.get("ways", ()))
+        self._ways = {(stage, has_gradients): way for (stage, has_gradients), way in state.get("ways", ())}
 
     def warn(self) -> None:
         """Warn of layers whose draws may not be those of one process, once for each. Call it after some batches."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp_callbacks.process_group.default_group import get_rank
+
 _SEEDS = 1 << 62
 
 
@@ -59,8 +61,13 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def drawing_by_rank(generators: list[torch.Generator], rank: int) -> Iterator[None]:
-    """Inside, draw what differs between the ranks; outside, a generator that has drawn advances by one draw on all."""
+def drawing_by_rank(generators: list[torch.Generator], rank: int | None = None) -> Iterator[None]:
+    """Inside, draw what differs between the ranks; outside, a generator that has drawn advances by one draw on all.
+
+    Args:
+        rank: ``None``: this process's rank in the default group.
+    """
+    rank = get_rank() if rank is None else rank
     before = states_of(generators)
     for generator in generators:
         generator.manual_seed(_mixed(draw_seed(generator), rank))

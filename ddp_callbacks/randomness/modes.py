@@ -22,8 +22,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ddp_callbacks._torch import TorchDispatchMode, composite_kernel
-from ddp_callbacks.randomness.dimension import BatchDims, DrawByRankError
+from ddp_callbacks._torch import TorchDispatchMode, change_function_modes, composite_kernel
+from ddp_callbacks.randomness.dimension import KNOWN, BatchDims, DrawByRankError
 from ddp_callbacks.randomness.dropout import dropout, is_simple
 from ddp_callbacks.randomness.generators import (
     are_equal,
@@ -34,7 +34,7 @@ from ddp_callbacks.randomness.generators import (
 )
 from ddp_callbacks.randomness.operators import Kind, argument_names, draws, kind_of, may_draw
 from ddp_callbacks.randomness.rows import Rows, memory_order
-from ddp_callbacks.randomness.whole import draw_whole, drawn_shape
+from ddp_callbacks.randomness.whole import draw_whole, sampled_shape
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CHECKPOINTING = checkpoint.__code__.co_filename
@@ -52,6 +52,14 @@ class DrawingCalls(TorchFunctionMode):
     def __init__(self, operators: DrawingOperators) -> None:
         super().__init__()
         self._operators = operators
+
+    def __enter__(self) -> DrawingCalls:
+        """Enter below other modes: a loop's body may enter and leave its own while this one stays."""
+        change_function_modes(lambda modes: [*modes, self])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        change_function_modes(lambda modes: [mode for mode in modes if mode is not self])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +86,7 @@ class DrawingOperators(TorchDispatchMode):
         dims: Which dimensions hold the batch.
     """
 
-    def __init__(self, module: nn.Module, rank: int) -> None:
+    def __init__(self, module: nn.Module, rank: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = Rows(0, 0, 0)
         self.draws = 0
@@ -91,6 +99,7 @@ class DrawingOperators(TorchDispatchMode):
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
         self._layer: Any = None
+        self._known: int | None = None  # the dimension of the batch in what the function draws that was called
         self._counts: dict[Hashable, int] = {}
         self._is_again = False  # whether a backward runs in this mode
         self._around: set[FrameType] = set()  # the frames in which the batch began
@@ -125,6 +134,7 @@ class DrawingOperators(TorchDispatchMode):
         self._layer, stack, is_recomputed = _caller(self._around)
         if is_recomputed:
             self.recomputes = self.waits = True
+        self._known = KNOWN.get(getattr(function, "__name__", ""))
         self._counts[stack] = self._counts.get(stack, 0) + 1
         self._place, self._drawn = (stack, self._counts[stack]), 0
         if function is nn.functional.dropout and is_simple(*args, **kwargs):
@@ -142,7 +152,7 @@ class DrawingOperators(TorchDispatchMode):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        self._layer, self._place, self._drawn, self._is_again = None, "backward", 0, True
+        self._layer, self._known, self._place, self._drawn, self._is_again = None, None, "backward", 0, True
         try:
             with self:
                 yield
@@ -173,13 +183,13 @@ class DrawingOperators(TorchDispatchMode):
                 return operator(**arguments)
 
     def _draw_whole(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
-        shape = [arguments["n"]] if kind == "permuted" else drawn_shape(operator, arguments)
+        shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += arguments.get("generator") is None
         tensor = arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)
-        at = None if not shape else self.dims.find(place, self._name, shape, self.rows, order)
+        at = None if not shape else self.dims.find(place, self._name, shape, self.rows, self._known, order)
         if at is None:
             return operator(**arguments)
         if kind != "filled":
@@ -208,10 +218,10 @@ def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
     """
     layer, stack, is_recomputed = None, [], False
     for frame in itertools.islice(_frames(), 2, None):
-        if frame in around:
-            break
         code = frame.f_code
         stack.append((code, frame.f_lasti))
+        if frame in around:
+            break
         is_recomputed = is_recomputed or code.co_filename == _CHECKPOINTING
         if layer is None and code.co_varnames[:1] == ("self",):
             own = frame.f_locals.get("self")

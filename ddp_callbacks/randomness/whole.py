@@ -12,6 +12,7 @@ from ddp_callbacks.randomness import bernoulli
 from ddp_callbacks.randomness.operators import base_name, written
 from ddp_callbacks.randomness.rows import BatchDim, Rows, is_dense, order_of
 
+_DISTRIBUTIONS = {"_sample_dirichlet", "multinomial"}
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
@@ -23,6 +24,12 @@ def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[
     if base_name(operator) == "normal" and len(tensors) > 1:  # of means and standard deviations
         return list(torch.broadcast_shapes(*(each.shape for each in tensors[:2])))
     return list(tensors[0].shape) if tensors else None
+
+
+def sampled_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the part of :func:`drawn_shape` that may hold the batch: not the dimension of a distribution's entries."""
+    shape = drawn_shape(operator, arguments)
+    return shape[:-1] if shape and base_name(operator) in _DISTRIBUTIONS else shape
 
 
 def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim, rows: Rows) -> Any:

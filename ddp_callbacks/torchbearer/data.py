@@ -69,7 +69,6 @@ class ShardData(DistributedCallback):
         self._is_resumable = False
         self.random_state = RunRandomState(process_group)
         self._draws: WholeDraws | None = None
-        self._sampling: WholeDraws | None = None  # for the events that get samples
         self._evaluating = ExitStack()  # the computation of a batch of an evaluation
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
@@ -117,7 +116,7 @@ class ShardData(DistributedCallback):
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
         if self._draws is None:
-            self._draws, self._sampling = (WholeDraws(state[torchbearer.MODEL], self.rank) for _ in range(2))
+            self._draws = WholeDraws(state[torchbearer.MODEL])
         self.random_state.draws = self._draws
         self.random_state.synchronize()
         state[RUN_RANDOM_STATE] = self.random_state
@@ -160,14 +159,14 @@ class ShardData(DistributedCallback):
         """Note this rank's share of a batch; then callbacks get its samples, and may augment them."""
         if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
             state[SHARE] = self._take_share(state)
-        with nullcontext() if self.world_size == 1 else self._drawing_whole(self._sampling, state):
+        with nullcontext() if self.world_size == 1 else self._drawing_whole(state, "sample"):
             yield
 
-    def _drawing_whole(self, draws: WholeDraws | None, state: State) -> AbstractContextManager[None]:
+    def _drawing_whole(self, state: State, stage: str = "step") -> AbstractContextManager[None]:
         """Inside, draw for the whole batch."""
-        assert draws is not None
+        assert self._draws is not None
         share = state.data.get(SHARE)
-        return draws.batch(None if share is None else share.rows)
+        return self._draws.batch(None if share is None else share.rows, stage)
 
     @contextmanager
     def _aside(self, _: State) -> Iterator[None]:
@@ -178,7 +177,7 @@ class ShardData(DistributedCallback):
     def _computing(self, closure: Callable[[State], Any]) -> Callable[[State], Any]:
         @functools.wraps(closure)
         def computing(state: State) -> Any:
-            with self._drawing_whole(self._draws, state):
+            with self._drawing_whole(state):
                 return closure(state)
 
         return computing
@@ -187,7 +186,7 @@ class ShardData(DistributedCallback):
     def _begin_evaluating(self, state: State) -> Iterator[None]:
         """After all callbacks of ``on_sample_validation``: what follows computes the batch."""
         yield
-        self._evaluating.enter_context(self._drawing_whole(self._draws, state))
+        self._evaluating.enter_context(self._drawing_whole(state))
 
     @contextmanager
     def _end_evaluating(self, _: State) -> Iterator[None]:

@@ -149,6 +149,30 @@ def test_parts_draw_what_the_whole_batch_draws(name: str, parts: Sequence[int]) 
         require_one_process(LEARNED[name], parts)
 
 
+LAYERS = Layers()
+KNOWN: dict[str, tuple[Step, int]] = {  # and the number of samples of a part
+    "steps of a gru": (lambda x: LAYERS.gru(x)[0], LENGTH),
+    "steps of a lstm": (lambda x: LAYERS.lstm(x.transpose(0, 1))[0].transpose(0, 1), LENGTH),
+    "length of attention": (STEPS["attention"], LENGTH),
+    "heads of attention": (lambda x: LAYERS.attention(x, x, x)[0], 5),
+    "one sample": (lambda x: stochastic_depth(x) + torch.rand(len(x), 1, 1, dtype=x.dtype), 1),
+    "draws of one sample": (lambda x: x + torch.distributions.Normal(x[:, :1], 0.1).sample((3,)).sum(0), 1),
+    "a weight of Mixup": (lambda x: x * torch.distributions.Beta(0.4, 0.4).sample(), 2),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_size_that_another_dimension_has_as_well_is_not_doubted_if_the_function_tells(name: str) -> None:
+    step, samples = KNOWN[name]
+    everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
+    torch.manual_seed(5)
+    whole = step(batch(2 * samples))
+    outputs, _ = by_parts(step, (0, samples, 2 * samples), draws=iter(everyone).__next__)
+    torch.testing.assert_close(outputs, whole, rtol=1e-10, atol=1e-10)
+    for each in everyone:
+        each.warn()
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return func(*args, **(kwargs or {}))

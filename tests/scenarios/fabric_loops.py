@@ -137,6 +137,53 @@ def clipping(strategy: Any) -> Any:
     return [fit(strategy, clip={"max_norm": 0.05}), fit(strategy, clip={"clip_val": 0.01})]
 
 
+def with_dropout(made: Fabric) -> tuple[Any, Any]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    return made.setup(model, sgd(model))
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Noise, a level of it for each sample, and one number for the batch."""
+    level = torch.rand(len(x), 1, dtype=x.dtype)
+    return x + level * torch.randn_like(x) + torch.rand(())
+
+
+@scenario
+def dropout_and_noise(strategy: Any) -> Any:
+    """In the model and in the body of the loop, with a validation inside that draws, too."""
+    made = fabric(strategy)
+    model, optimizer = with_dropout(made)
+    batches, others = made.setup_dataloaders(loader(shuffle=True), loader(10, 4, 1))
+    for index, (x, y) in enumerate(itertools.chain(batches, batches)):
+        loss = F.cross_entropy(model(noisy(x)), y)
+        if index % 3 == 1:
+            with torch.no_grad():
+                for other, _ in others:
+                    model(noisy(other))
+        learn(made, loss + F.cross_entropy(model(noisy(x)), y), optimizer)
+    return [values(model), torch.rand(3)]
+
+
+@scenario
+def dropout_in_unusual_loops(strategy: Any) -> Any:
+    """Two loaders at once, a loop that is left, an iterator that is kept."""
+    made = fabric(strategy)
+    model, optimizer = with_dropout(made)
+    first, second = made.setup_dataloaders(loader(28, shuffle=True), loader(28, seed=1, shuffle=True))
+    for (x, y), (other, _) in zip(first, second, strict=True):
+        learn(made, F.cross_entropy(model(noisy(x)), y) + model(noisy(other)).square().mean(), optimizer)
+    for x, y in first:
+        learn(made, F.cross_entropy(model(noisy(x)), y), optimizer)
+        break
+    kept = iter(first)
+    for _ in range(3):
+        x, y = next(kept)
+        learn(made, F.cross_entropy(model(noisy(x)), y), optimizer)
+    del kept
+    return [values(model), torch.rand(3)]
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for index in torch.randperm(29).tolist():

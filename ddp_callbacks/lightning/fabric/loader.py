@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.data.sharding import ShardedLoader, with_shares
+from ddp_callbacks.randomness import WholeDraws
 
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
@@ -27,6 +28,7 @@ class WatchedLoader:
         self._of_user, self._divides, self._strategy = loader, divides, strategy
         self._at_least = 1
         self._part = strategy.divide(loader, 1) if divides else loader
+        self._draws: WholeDraws | None = None  # of the bodies of loops over it
 
     def __len__(self) -> int:
         return len(self._part)
@@ -35,7 +37,9 @@ class WatchedLoader:
         at_least = self._strategy.samples_needed(self._of_user) if self._divides else 1
         if at_least != self._at_least:
             self._at_least, self._part = at_least, self._strategy.divide(self._of_user, at_least)
-        with self._strategy.running_pass(isinstance(self._part, ShardedLoader)) as running:
-            for batch, share in with_shares(self._part):
-                with self._strategy.computing(running, batch, share):
+        if self._draws is None and isinstance(self._part, ShardedLoader):
+            self._draws = self._strategy.draws()
+        with self._strategy.running_pass(self._draws) as running:
+            for batch, share in self._strategy.loading(with_shares(self._part)):
+                with self._strategy.computing(running, batch, share, self._draws):
                     yield batch

@@ -18,7 +18,6 @@ from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.nested import name_of
-from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
@@ -32,6 +31,7 @@ from ddp_callbacks.lightning.batches import (
     weight_function,
 )
 from ddp_callbacks.lightning.fabric.batches import Batches, Draw, Pass, storages_of
+from ddp_callbacks.lightning.fabric.draws import LoopDraws
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.metrics import SyncedMetrics, metrics_of_program, remember_padding
@@ -41,6 +41,7 @@ from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
 
 
@@ -92,7 +93,8 @@ class CallbackFabricMixin(ProcessesMixin):
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
         self._batches, self._losses = Batches(), LossWatch()
-        self._running = 0  # passes over loaders
+        self._random = LoopDraws()
+        self.loading = self._random.loading
 
     @property
     def share(self) -> Share:
@@ -208,31 +210,36 @@ class CallbackFabricMixin(ProcessesMixin):
             return 1
         return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
-    @contextmanager
-    def running_pass(self, is_divided: bool) -> Iterator[Pass]:
-        """Surround a pass over a loader. A collective if the loader is divided: ranks draw differently only inside.
+    def draws(self) -> WholeDraws:
+        """Return what gives the bodies of loops over a divided loader their random numbers. Local."""
+        return WholeDraws(self._models.whole())
 
-        Buffers are merged before a pass, and after one that was completed.
+    @contextmanager
+    def running_pass(self, draws: WholeDraws | None) -> Iterator[Pass]:
+        """Surround a pass over a loader. A collective if the loader is divided.
+
+        Before a pass, and after one that was completed, buffers are merged, and all ranks get rank 0's random state.
+
+        Args:
+            draws: ``None``: the loader is not divided.
         """
         running = Pass()
-        if is_divided:
+        if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():
                 _synced([metric])
-            seed_by_rank()
-        self._running += 1
+            self._random.begin_pass()
         try:
             yield running
         finally:
-            self._running -= 1
+            self._random.end(running)
             self._batches.leave(running)
-        if is_divided:
+        if draws is not None:
             self._models.merge_buffers()
-            if not self._running:
-                broadcast_rng_state()
+            self._random.end_pass(draws)
 
     @contextmanager
-    def computing(self, running: Pass, batch: Any, share: Share) -> Iterator[None]:
+    def computing(self, running: Pass, batch: Any, share: Share, draws: WholeDraws | None) -> Iterator[None]:
         """Note a batch drawn from a loader. Afterwards remove the traces of a padding batch. Local."""
         self._last, models = share, self._models.whole()
         undo = None if share.local else remember_padding(models, _synced(metrics_of_program()))
@@ -241,9 +248,12 @@ class CallbackFabricMixin(ProcessesMixin):
                 self._weight_of = weight_function(self._weight, models)
             weights = weigh(batch, share, self._weight_of, self._reduction)
             self._batches.take(running, Draw(share, *weights, storages_of(batch)))
+        if draws is not None:
+            self._random.begin(running, draws, share.rows)
         try:
             yield
         finally:
+            self._random.end(running)
             if undo is not None:
                 undo()
 

@@ -1,0 +1,104 @@
+"""The random numbers of a loop's body: those that one process would draw for the batch.
+
+A body draws for the batch that was drawn last. A loop inside of another one, such as a validation, has its own batches;
+after it, the body of the outer loop draws on for its batch. Loading draws outside of every body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.lightning.fabric.batches import Pass
+from ddp_callbacks.randomness import Rows, WholeDraws
+
+_END = object()
+
+
+class LoopDraws:
+    """Lets the bodies of loops over divided loaders draw for the whole batch. All ranks have one random state."""
+
+    def __init__(self) -> None:
+        self._state = RunRandomState()
+        self._bodies: dict[Pass, _Body] = {}  # that of the batch drawn last comes last
+
+    def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield ``batches``, which are loaded outside of bodies."""
+        iterator = iter(batches)
+        while True:
+            with self._outside():
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def begin(self, running: Pass, draws: WholeDraws, rows: Rows | None) -> None:
+        """Begin the body of a batch. Local."""
+        self._pause()
+        for body in self._bodies.values():
+            body.is_alone = False
+        self._bodies[running] = _Body(draws, rows)
+
+    def end(self, running: Pass) -> None:
+        """End the body of the last batch of a pass, if it has not ended. Local."""
+        if running in self._bodies:
+            self._bodies.pop(running).end()
+            self._resume()
+
+    def begin_pass(self) -> None:
+        """Continue on all ranks from rank 0's random state. A collective."""
+        with self._outside():
+            self._state.synchronize()
+
+    def end_pass(self, draws: WholeDraws) -> None:
+        """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what could not be drawn whole."""
+        with self._outside():
+            mine = self._state.offer(), self._state.digest()
+            (offered, *_), digests = zip(*all_gather_object(mine, "the random state"), strict=True)
+            draws.compare(digests)
+            self._state.accept(offered)
+        draws.warn()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        self._pause()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def _pause(self) -> None:
+        if self._bodies:
+            [*self._bodies.values()][-1].pause()
+
+    def _resume(self) -> None:
+        if self._bodies:
+            [*self._bodies.values()][-1].resume()
+
+
+class _Body:
+    """A loop's body, from a batch to the next one. It may be left and entered again in between.
+
+    Attributes:
+        is_alone: Whether no other body has begun inside, which may have drawn what this one draws at other times.
+    """
+
+    def __init__(self, draws: WholeDraws, rows: Rows | None) -> None:
+        self.is_alone = True
+        self._draws, self._inside, self._aside = draws, ExitStack(), ExitStack()
+        self._inside.enter_context(draws.forward(rows))
+
+    def pause(self) -> None:
+        self._aside.enter_context(self._draws.aside())
+
+    def resume(self) -> None:
+        self._aside.close()
+
+    def end(self) -> None:
+        self._aside.close()
+        self._inside.close()
+        if not self.is_alone:
+            self._draws.forget_way()
