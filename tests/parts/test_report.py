@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ddp_callbacks.data.sharding import with_shares
 from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
@@ -261,3 +262,25 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         "validation": 8.125,
     }
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
+
+
+def test_a_process_alone_counts_what_an_undivided_loader_takes(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as in a Fabric loop, in which nothing else tells that it trains
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+    monkeypatch.setattr(recorder, "recorder", lambda: made)
+
+    def batches() -> Iterator[int]:
+        for number in range(3):
+            clock[0] += 2.0
+            yield number
+
+    for _ in with_shares(batches()):
+        made.step()
+        clock[0] += 1.0
+    made._send()
+    last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
+    assert last["steps"] == 3 and last["about"]["versions"]
+    assert dict(zip(PARTS, last["seconds"], strict=True))["loading"] == 6.0
