@@ -11,6 +11,7 @@ from ddp_callbacks.reporting.cost import EXACT
 from ddp_callbacks.reporting.predict import pays_until
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 52, 52, 700, 330
+_LEAST = 0.5  # times as fast, where the upright axis begins
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f; } .faint { fill: #667; } .paper { fill: #fff; }
 path { fill: none; stroke-width: 2; } .rule { stroke: #d8dce2; stroke-width: 1; } .ideal { stroke: #99a;
@@ -35,7 +36,7 @@ def draw(found: Mapping[str, Any], title: str) -> str:
     if last["machines"] > 1:
         x, y = _at(last["machines"], last["ways"][EXACT.name]["divided"])
         shapes.append(f"<path class='ideal' d='M{x} {y} V{_BOTTOM}'/>")
-        shapes.append(_text(x, _BOTTOM - 8, " pays until here"))
+        shapes.append(_text(x + 6, _BOTTOM - 8, "pays until here"))
     for run in found["measured"]:
         if run["processes"] == run["machines"] * found["step"]["processes"]:
             x, y = _at(run["machines"], run["times"])
@@ -59,12 +60,13 @@ def _axes(machines: Sequence[int]) -> Iterator[str]:
 
 def _at(machines: float, times: float) -> tuple[float, float]:
     """Return the place of a point; both axes are logarithmic, to 1,024, and the upright one begins at a half."""
-    across, up = math.log2(machines) / 10, (1 + max(math.log2(times), -1.0)) / 11
+    across, up = math.log2(machines) / 10, math.log2(times / _LEAST) / 11
     return round(_LEFT + (_RIGHT - _LEFT) * across, 1), round(_BOTTOM - (_BOTTOM - _TOP) * up, 1)
 
 
 def _curve(points: Sequence[tuple[float, float]], kind: str) -> str:
-    return f"<path class='{kind}' d='M{' L'.join(f'{x} {y}' for x, y in (_at(*point) for point in points))}'/>"
+    places = [_at(*point) for point in points if point[1] >= _LEAST]
+    return f"<path class='{kind}' d='M{' L'.join(f'{x} {y}' for x, y in places)}'/>"
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:
