@@ -39,7 +39,8 @@ def run_prediction(job: Job) -> int:
     fewer = _Run(_fewer(job, many, all_of_them.about()["threads"]), is_second=True)
     if code := fewer.train():
         return code
-    sums = _Run(job.changed(module=True, training_script=_SUMS, training_script_args=[], no_python=False))
+    nodes = tuple(replace(node, processes="1") for node in job.nodes)
+    sums = _Run(job.changed(nodes=nodes, module=True, training_script=_SUMS, training_script_args=[], no_python=False))
     if many.machines > 1 and (code := sums.train()):
         return code
     found = predict.predict(fewer.measured(), many, _network(job, many, sums), predict.ways(job.inexact))

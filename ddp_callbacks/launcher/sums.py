@@ -1,18 +1,19 @@
-"""Time the sums of few and of many gradients over all ranks: what ``ddprun predict`` runs to know the network."""
+"""Time gathering few bytes and summing many over the machines: what ``ddprun predict`` runs to know the network."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.process_group import join_process_group, leave_process_group
 from ddp_callbacks.reporting.cost import SIZES
-from ddp_callbacks.reporting.recorder import recorder
+from ddp_callbacks.reporting.recorder import WAITING, recorder
 
 _TIMES = 15
 
@@ -20,20 +21,22 @@ _TIMES = 15
 def main() -> None:
     """Tell the launcher the median seconds for each of :data:`SIZES`, as a setting of the report."""
     join_process_group()
-    found = [_seconds(size) for size in SIZES]
+    few, many = (torch.zeros(size // 4) for size in SIZES)
+    parts = [few.clone() for _ in range(dist.get_world_size())]
+    found = [_seconds(lambda: dist.all_gather(parts, few)), _seconds(lambda: dist.all_reduce(many))]
     if (own := recorder()) is not None:
-        own.describe(nn.Module(), {"sums": json.dumps(found)})  # sent when this ends
+        own.describe(torch.nn.Module(), {"sums": json.dumps(found)})
+        for _ in range(2):  # it is sent when this ends, if any time has passed
+            own.mark(WAITING)
     leave_process_group()
 
 
-def _seconds(nbytes: int) -> float:
-    module = nn.ParameterList([nn.Parameter(torch.zeros(nbytes // 4))])
-    synchronizer, found = GradientSynchronizer(module), []
+def _seconds(run: Callable[[], Any]) -> float:
+    found = []
     for _ in range(_TIMES):
         begin = time.perf_counter()
-        module[0].sum().backward()
+        run()
         found.append(time.perf_counter() - begin)
-    synchronizer.close()
     return statistics.median(found)
 
 
