@@ -185,7 +185,7 @@ class Help(SphinxDirective):
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
             flag = "--help-all" if self.arguments[0] == "ddprun" else "--help"
-            parse_options([flag], {}, is_doctor=self.arguments[0] == "ddprun doctor")
+            parse_options([flag], {}, command=self.arguments[0].removeprefix("ddprun").strip())
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 
 

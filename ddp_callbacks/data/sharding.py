@@ -39,6 +39,7 @@ from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.generators import default_generators, states_of
+from ddp_callbacks.reporting.recorder import timed_loading
 
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left unchanged: its batch is that of one process, not "
@@ -202,6 +203,20 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
+class _Undivided:
+    """Times the loading of batches that no iterator of ours yields."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    @timed_loading
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
 class _WithShares:
     """Begins a pass each time, as the loader does: a generator that is kept would be empty from the second epoch on."""
 
@@ -210,7 +225,8 @@ class _WithShares:
 
     def __iter__(self) -> Iterator[tuple[Any, Share]]:
         batches = iter(self._loader)
-        for number, batch in enumerate(batches):
+        drawn = batches if isinstance(batches, ShardedIterator) else _Undivided(batches)
+        for number, batch in enumerate(drawn):
             if number == 0 and self._draws is not None and get_world_size() > 1:
                 self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
             share = batches.take_share() if isinstance(batches, ShardedIterator) else None

@@ -54,13 +54,18 @@ def _main(argv: list[str]) -> int:
     if argv[:1] == ["doctor"]:
         from ddp_callbacks.launcher.doctor import examine
 
-        return examine(parse_options(argv[1:], os.environ, is_doctor=True))
+        return examine(parse_options(argv[1:], os.environ, command="doctor"))
     _forget_threads_of_pbs()
-    job = parse_options(argv, os.environ)
+    command = "predict" if argv[:1] == ["predict"] else ""
+    job = parse_options(argv[bool(command) :], os.environ, command=command)
     _refuse_to_multiply()
     if job.dry_run:
         print(describe(job), end="")
         return 0
+    if command:
+        from ddp_callbacks.launcher.predict import run_prediction
+
+        return run_prediction(job)
     from ddp_callbacks.launcher.run import run
 
     return run(job)

@@ -127,6 +127,19 @@ TORCHRUN = (
     Flag("--master-addr", "where the processes meet: an address of the first node", "ADDRESS"),
     Flag("--master-port", "port there (default: a free one)", "PORT", 0, _PORT),
 )
+PREDICT = (
+    Flag("--seconds", "how long each of two runs trains (default: 20)", "SECONDS", 20.0, _POSITIVE),
+    Flag("--bandwidth", "Gbit/s of a machine (default: measured; on one machine, 10)", "GBIT", type=_POSITIVE),
+    Flag(
+        "--latency",
+        "of a message between them (default: measured; 50)",
+        "MICROSECONDS",
+        type=_POSITIVE,
+    ),
+    Flag("--inexact", "also with bf16 and DiLoCo, which give other numbers than one process"),
+    Flag("--plot", "draws it there", "FILE.svg", type=_PATH),
+    Flag("--json", "print JSON instead of a table"),
+)
 GROUPS = {"nodes": NODES, "start": START, "end": END, "output": OUTPUT, "flags that are torchrun's, too": TORCHRUN}
 
 # Remedies for flags that ddprun does not have.

@@ -56,6 +56,11 @@ class Job:
     master_port: int
 
     json: bool
+    seconds: float
+    bandwidth: float | None
+    latency: float | None
+    inexact: bool
+    plot: str | None
     help_all: bool
     training_script: str | None
     training_script_args: list[str]

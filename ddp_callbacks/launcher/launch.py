@@ -59,6 +59,7 @@ class Launch:
     Attributes:
         has_begun: Whether a rank was started.
         is_forced: Whether a second signal has ended the job at once.
+        has_enough: Whether a job that only measures was ended because it has measured.
         stopped_by: The signal or limit that ended the job; empty if neither did.
         signal: The signal to ddprun itself that ended the job; ``None`` if none did.
         restarts: How often the ranks have been restarted.
@@ -70,7 +71,7 @@ class Launch:
         self, job: Job, seconds: float = math.inf, limit: str = "", answer_timeout: float = ANSWER_TIMEOUT
     ) -> None:
         self.job, self.limit = job, limit
-        self.has_begun = self.is_forced = False
+        self.has_begun = self.is_forced = self.has_enough = False
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0

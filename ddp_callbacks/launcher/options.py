@@ -18,7 +18,7 @@ from ddp_callbacks.auto import AUTO, INDEPENDENT
 from ddp_callbacks.environment import KEEP_GOING, NO_REPORT
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
-from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
+from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, PREDICT, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.meant import refuse_script
@@ -35,11 +35,15 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
+  ddprun predict -H node1,node2 train.py          say how many times as fast more machines would be
   ddprun status                                   show what each rank of a running job does, and how fast
   ddprun stacks                                   show where each rank of a running job is
   ddprun join -H node3:4                          let a node take part in a running job"""
 _ABOUT_DOCTOR = """\
 Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
+_ABOUT_PREDICT = """\
+Train a script for a short time on few and on more processes, and say what more machines would bring. It takes all
+flags of ddprun: put "predict" into your command. The script writes its files as always: name others for checkpoints."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # commands that --rsh refuses: they pass on no input or output
 # Starts a process on a node beside others, with all cores and GPUs of the job there.
 _SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "--gpus-per-node={gpus}", "-N1", "-n1", "-w", "{host}")
@@ -67,16 +71,19 @@ def _addresses_of(name: str) -> list[str]:
 
 
 class _Parser(ArgumentParser):
-    def __init__(self, is_doctor: bool, show_all: bool) -> None:
+    def __init__(self, command: str, show_all: bool) -> None:
         super().__init__(
-            prog="ddprun doctor" if is_doctor else "ddprun",
+            prog=f"ddprun {command}".rstrip(),
             usage="%(prog)s [flags] SCRIPT [the script's arguments]",
-            description=_ABOUT_DOCTOR if is_doctor else _ABOUT,
+            description={"doctor": _ABOUT_DOCTOR, "predict": _ABOUT_PREDICT}.get(command, _ABOUT),
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if is_doctor:
+        if command == "doctor":
             self.add_argument("--json", action="store_true", help="print JSON instead of lines")
+        elif command:
+            for flag in PREDICT:
+                flag.add_to(self, is_shown=True)
         else:
             self.add_argument("--help-all", action="store_true", help="show all flags and exit")
             self.add_argument("--version", action="version", version=f"ddprun {__version__}")
@@ -84,7 +91,7 @@ class _Parser(ArgumentParser):
         for title, flags in GROUPS.items():
             group = self.add_argument_group(title) if show_all else usual
             for flag in flags:
-                flag.add_to(group, is_shown=flags is NODES if is_doctor else show_all or flag.usual)
+                flag.add_to(group, is_shown=flags is NODES if command else show_all or flag.usual)
         self.add_argument("training_script", nargs="?", help=SUPPRESS)
         self.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
 
@@ -111,24 +118,24 @@ def parse_options(
     argv: Sequence[str],
     environ: Mapping[str, str],
     is_here: Callable[[str], bool] = is_this_machine,
-    is_doctor: bool = False,
+    command: str = "",
 ) -> Job:
-    """Parse the command line: the arguments after ``ddprun``, or after ``ddprun doctor``.
+    """Parse the command line: the arguments after ``ddprun``, or after ``command``, ``doctor`` or ``predict``.
 
     Raises:
         ConfigurationError: The command line is invalid; the message has one line.
     """
-    parser = _Parser(is_doctor, show_all=False)
+    parser = _Parser(command, show_all=False)
     job, unknown = parser.parse_known_args(argv, namespace=Job())
     if list(argv[: len(argv) - len(job.training_script_args)][-2:]) == [job.training_script, "--"]:
         job.training_script_args.insert(0, "--")  # argparse drops it
     if unknown:
         parser.refuse_unknown(unknown[0])
-    if not is_doctor and job.help_all:
-        _Parser(is_doctor, show_all=True).print_help()
+    if not command and job.help_all:
+        _Parser(command, show_all=True).print_help()
         parser.exit()
-    if not is_doctor and job.training_script is None:
-        raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
+    if command != "doctor" and job.training_script is None:
+        raise ConfigurationError(f"name a script to run: {parser.prog} train.py. See {parser.prog} --help.")
     if job.script is not None:
         refuse_script(job.command)
     _refuse_contradictions(job, environ)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself for
 def run(job: Job) -> int:
     """Run the job, and requeue the Slurm or PBS job around it after a preemption; return the exit code."""
     begin, (seconds, limit) = time.monotonic(), _limit(job)
-    launch, code = asyncio.run(_run(job, seconds, limit))
+    launch, code = asyncio.run(run_until(job, seconds, limit))
     if code and job.requeue and (launch.stopped_by or code == EXIT_PREEMPTED):
         _say(_requeue(launch, code, time.monotonic() - begin))
     return code
@@ -57,7 +58,15 @@ def _requeue(launch: Launch, code: int, seconds: float) -> str:
     return requeue(os.environ)
 
 
-async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
+async def run_until(
+    job: Job, seconds: float, limit: str, stop: Callable[[Launch, Collector], Awaitable[None]] | None = None
+) -> tuple[Launch, int]:
+    """Run the job; return its exit code, and the launch, which knows what has ended it.
+
+    Args:
+        seconds, limit: From now to the job's end, and the name of that end.
+        stop: Runs beside the job, and may end it.
+    """
     launch = Launch(job, seconds, limit)
     launch.one_stream = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     async with launch:
@@ -76,7 +85,8 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
         launch.start(launch.nodes)
         report = Collector(job.command)
         taken = take_requests(output.folder, partial(take_request, launch, report, output.folder))
-        readers = [asyncio.create_task(each) for each in (launch.pass_on_input(output.begin_lines), taken)]
+        beside = [launch.pass_on_input(output.begin_lines), taken, *([stop(launch, report)] if stop else [])]
+        readers = [asyncio.ensure_future(each) for each in beside]
         with closing(output):
             code = await Watch(launch, output, report).run()
         for reader in readers:

@@ -374,6 +374,9 @@ class Watch:
     def _conclude(self) -> int:
         """Report how the job ended, and if nothing has failed, where the time of the training went."""
         course = write(self._report.data(), self._output.folder)
+        if self._launch.has_enough:
+            self._note_course(course)
+            return 0
         if self._is_preempted():
             self._note_course(course)
             by = self._launch.stopped_by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from ddp_callbacks.reporting.recorder import PARTS
 _SAMPLES = 400  # of a rank; once there are more, every second one is dropped
 _EVENTS = 300
 _TAIL = 400  # bytes of a rank's output
+_COMMANDS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\S \r\n]|[\x00-\x09\x0e-\x1f]")  # to a terminal: colours, moves
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Collector:
 
 def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
     _, steps, seconds = rank.samples[-1]
-    last = rank.line.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
+    text = _COMMANDS.sub("", rank.line.decode(errors="replace")).rstrip()
     return {
         "rank": number,
         "node": rank.node,
@@ -107,6 +109,6 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "steps": steps,
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "silent": round(now - rank.heard, 2),
-        "line": last.strip(),
+        "line": re.split(r"[\r\n]", text)[-1].strip(),
         **{name: rank.said[name] for name in ("epoch", "gradients", "memory", "about")},
     }

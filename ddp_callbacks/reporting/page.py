@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp_callbacks.reporting.summary import (
     SHOWN,
+    VALIDATING,
     advice,
     bandwidth_of,
     in_bytes,
@@ -160,7 +161,7 @@ def _numbers(data: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for place, (rank, own) in enumerate(zip(data["ranks"], parts_of(data), strict=True)):
         each = [f"{seconds:.1f} s" for seconds in own.values()]
-        step = sum(own.values()) / max(rank["steps"], 1) * 1e3
+        step = (sum(own.values()) - own[VALIDATING]) / max(rank["steps"], 1) * 1e3
         memory = [f"{size:,}" for size in rank["memory"]] + ["-"] * (2 - len(rank["memory"]))
         rows.append((name_of(data, place), f"{rank['steps']:,}", f"{step:.1f}", *each, *memory))
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[:_BARS])

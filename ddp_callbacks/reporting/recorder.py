@@ -110,6 +110,7 @@ class Recorder:
         self._due = now + (_OFTEN if now - self._begin < _FIRST else _RARELY)
         if os.getpid() != self._pid or not any(self._seconds.values()):
             return  # a forked child, or a script that does not train
+        self._about = self._about or _place()
         said = {
             "time": round(now - self._begin, 3),
             "seconds": [round(each, 4) for each in self._seconds.values()],

@@ -6,16 +6,18 @@ No process id is trusted: the process of that number may be another's, or on ano
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from ddp_callbacks.errors import ConfigurationError
 
 JOINED, STACKS, STATUS = "join.txt", "stacks.txt", "status.json"  # the answers
 RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
-_LOOK = 0.25  # seconds between two looks for a request
+_LOOK, _TURN = 0.25, 0.05  # seconds between two looks for a request, and for an answer
 
 
 def new_folder(log_dir: str) -> Path:
@@ -67,17 +69,30 @@ def ask(job: str | None, answer: str, seconds: float, wanted: str = "") -> str:
     """
     folder = _folder(job)
     try:
-        with (folder / _REQUEST).open("x") as file:
-            (folder / answer).unlink(missing_ok=True)
-            file.write(f"{time.time_ns()}\n{wanted}")  # no two are alike
-    except FileExistsError:
-        raise ConfigurationError(f"another ddprun waits for the answer of the job of {folder}.") from None
+        file = (folder / _REQUEST).open("a")
     except OSError as error:
         raise ConfigurationError(f"cannot write in {folder}: {error.strerror}.") from None
-    try:
-        return _await_answer(folder, folder / answer, seconds)
-    finally:
-        (folder / _REQUEST).unlink(missing_ok=True)
+    with file:
+        _lock(file, time.monotonic() + seconds)
+        (folder / answer).unlink(missing_ok=True)
+        file.truncate(0)
+        file.write(f"{time.time_ns()}\n{wanted}")  # no two are alike
+        file.flush()
+        try:
+            return _await_answer(folder, folder / answer, seconds)
+        finally:
+            (folder / _REQUEST).unlink(missing_ok=True)
+
+
+def _lock(file: TextIO, end: float) -> None:
+    """Wait for the turn of this command. A killed one holds no lock, whatever it has left."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigurationError(f"another ddprun waits for the answer of the job ({file.name}).") from None
+            time.sleep(_TURN)
 
 
 def _await_answer(folder: Path, answer: Path, seconds: float) -> str:
@@ -89,7 +104,7 @@ def _await_answer(folder: Path, answer: Path, seconds: float) -> str:
             raise ConfigurationError(
                 f"the job of {folder} does not answer within {seconds:g} s. Was its ddprun killed?"
             )
-        time.sleep(0.05)
+        time.sleep(_TURN)
     return answer.read_text()
 
 

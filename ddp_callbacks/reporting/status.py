@@ -7,7 +7,6 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from shutil import get_terminal_size
 from typing import Any
 
@@ -38,14 +37,16 @@ def show_status(argv: Sequence[str]) -> int:
     if options.json or options.once or not sys.stdout.isatty():
         print(text if options.json else table(json.loads(text)))
         return 0
-    with suppress(ConfigurationError):  # the job has ended
-        while True:
-            size = get_terminal_size()
-            lines = [line[: size.columns] for line in table(json.loads(text)).splitlines()[: size.lines - 1]]
-            print(_HOME + "\n".join(lines), flush=True)
-            time.sleep(_EVERY)
+    while True:
+        size = get_terminal_size()
+        lines = [line[: size.columns] for line in table(json.loads(text)).splitlines()[: size.lines - 1]]
+        print(_HOME + "\n".join(lines), flush=True)
+        time.sleep(_EVERY)
+        try:
             text = ask(options.job, STATUS, _TIMEOUT, STATUS)
-    return 0
+        except ConfigurationError as end:
+            print(end)
+            return 0
 
 
 def table(data: Mapping[str, Any]) -> str:

@@ -5,18 +5,23 @@ layers.svg          the modules of the package, by what they import
 batch.svg           how a batch is divided
 hierarchical.svg    the hierarchical all-reduce beside a ring
 badges.svg          what the package runs with
+report_even.svg, report_late.svg  where the time of two jobs went, from reports.json
+predicted.svg       what ddprun predict says, from the benchmark of the cost
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import json
 import re
 import tomllib
+from functools import partial
 from html import escape
 from pathlib import Path
 
 from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks.reporting import plot, summary
 from ddp_callbacks.versions import SUPPORTED
 
 HERE = Path(__file__).parent
@@ -293,7 +298,36 @@ def badges() -> str:
     return drawing.svg()
 
 
+PARTS = dict(zip(summary.SHOWN, (BLUE, ORANGE, TEAL, "#c0504d", PURPLE, "#6a9e3f"), strict=True))
+
+
+def report(name: str) -> str:
+    """The bars of a report, and its line."""
+    data = json.loads((HERE / "reports.json").read_text())[name]
+    parts, pace = summary.parts_of(data), summary.pace_of(data)
+    drawing, x = Drawing(62 + 32 * len(parts), summary.one_line(data)), 20.0
+    for part, colour in PARTS.items():
+        drawing.shape(f"<rect x='{x:g}' y='18' width='11' height='11' fill='{colour}'/>")
+        drawing.text(x + 16, 28, part, 12)
+        x += 34 + 5.9 * len(part)
+    longest = max(sum(own.values()) for own in parts)
+    for place, own in enumerate(parts):
+        x, y = 170.0, 46 + 32 * place
+        drawing.text(20, y + 15, summary.name_of(data, place) + (" \u25c0 sets the pace" if place == pace else ""), 12)
+        for part, colour in PARTS.items():
+            width = 570 * own[part] / longest
+            drawing.shape(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='22' fill='{colour}'/>")
+            x += width
+    return drawing.svg()
+
+
+def predicted() -> str:
+    found = json.loads((PACKAGE.parent / "examples" / "benchmarks" / "cost" / "cost.json").read_text())
+    return plot.draw(next(iter(found.values())), "Times as fast as one machine by the number of machines")
+
+
 DRAWINGS = {"badges": badges, "two_nodes": two_nodes, "layers": layers, "batch": batch, "hierarchical": hierarchical}
+DRAWINGS |= {f"report_{name}": partial(report, name) for name in ("even", "late")} | {"predicted": predicted}
 
 
 def main() -> None:

@@ -225,8 +225,8 @@ def try_ddprun(*argv: str) -> None:
     from ddp_callbacks.launcher import cli
     from ddp_callbacks.launcher.options import parse_options
 
-    if argv[0] == "doctor":
-        parse_options(argv[1:], {}, is_doctor=True)
+    if argv[0] in ("doctor", "predict"):
+        parse_options(argv[1:], {}, command=argv[0])
     else:
         sys.argv[:] = ["ddprun", "--dry-run", *argv]
         cli.main()
@@ -285,7 +285,7 @@ class Running:
     def _run(self, command: str, expected: list[str] | None) -> str | None:
         words = re.sub(r"^(\w+=\S* +)+", "", command)  # without variables set in front
         program, *arguments = shlex.split(words, comments=True)
-        if program == "ddprun" and _is_remote(arguments):
+        if program == "ddprun" and (_is_remote(arguments) or "predict" in arguments):
             (rank,) = self.nursery.run(try_ddprun, 1, self.folder, *arguments, launched=False, deadline=LIMIT)
             return rank.stderr or f"exit code {rank.code}" if rank.code else None
         if program == "pip" or arguments[:2] in (["-m", "pip"], ["-m", "venv"]):

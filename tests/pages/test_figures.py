@@ -56,6 +56,12 @@ def test_the_figure_of_step_times_shows_its_table() -> None:
     assert drawn and json.loads(drawn[1]) == json.loads(found), "draw it again: main.py --draw step_time.json"
 
 
+def test_the_table_of_predicted_steps_is_what_was_measured() -> None:
+    cost = BENCHMARKS / "cost"
+    found = json.loads((cost / "cost.json").read_text())
+    assert runpy.run_path(str(cost / "main.py"))["table"](found) in (cost / "README.md").read_text()
+
+
 def test_the_table_of_thousands_of_ranks_is_what_was_measured() -> None:
     scale = BENCHMARKS / "scale"
     found = json.loads((scale / "scale.json").read_text())

@@ -24,7 +24,7 @@ Report = tuple[int, str, dict[str, Any]]  # of a host, by its number
 class Launch:
     """Gives the watch these reports, and notes what it is told to do."""
 
-    limit, stopped_by, signal = "", "", None
+    limit, stopped_by, signal, has_enough = "", "", None, False
 
     def __init__(self, flags: str, reports: list[Report]) -> None:
         self.job = parse_options([*flags.split(), "t.py"], {})

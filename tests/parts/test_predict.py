@@ -1,130 +1,191 @@
-"""What the benchmark of the cost prints of a calibration: tables, and what it recommends."""
+"""What ``ddprun predict`` says: its model worked out by hand, and made-up runs whose network it must find."""
 
 from __future__ import annotations
 
-import io
 import json
-import math
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
+from typing import Any
+from xml.etree import ElementTree
 
-import predict
 import pytest
-from calibration import load_training
-from cost import (
-    BF16,
-    EXACT,
-    Calibration,
-    FilledBucket,
-    Job,
-    Layout,
-    Machine,
-    choose,
-    diloco,
-    shared,
-    step_time,
-    times_as_fast,
-)
-from predict import gain_sentence
-from screen import Screen
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ddp_callbacks.comm import buckets, group_sums, hierarchical
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.reporting import cost, plot, predict
+from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step
+from ddp_callbacks.reporting.predict import Measured
+from ddp_callbacks.reporting.recorder import PARTS
 
-JOB = Job(0.1, (FilledBucket(1e6, 0.05), FilledBucket(2e7, 0.09)), 0.01)
-TWO_HOSTS = Calibration(Layout(2, 4), Machine(1e-4, 1.25e9), JOB, {"exact": 0.2, "bf16": 0.16}, ())
-MODEL = """
-import torch
-
-def make():
-    module = torch.nn.Linear(300, 1000)
-    inputs = torch.randn(4, 300)
-    return module, lambda: module(inputs).square().mean()
-
-def nothing():
-    return 7
-"""
-
-
-def test_a_model_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_model.py").write_text(MODEL)
-    assert load_training(f"{tmp_path}/own_model.py:make").loss().item() > 0
-    with pytest.raises(ConfigurationError, match=r"must return \(module, loss\) .* it returned 7\."):
-        load_training(f"{tmp_path}/own_model.py:nothing")
-    with pytest.raises(ConfigurationError, match="--model no_such:make cannot be imported: No module named 'no_such'"):
-        load_training("no_such:make")
-
-
-def row(text: str, *first: str) -> list[str]:
-    return next(line.split() for line in text.splitlines() if line.split()[: len(first)] == list(first))
-
-
-def test_the_tables_hold_what_the_model_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The prediction of cost has tables, a plot and JSON."""
-    printed = io.StringIO()
-    predict.show(TWO_HOSTS, predict.parse(["--plot", str(tmp_path / "plot.png")]), Screen(printed))
-    text = printed.getvalue()
-    predicted = step_time(TWO_HOSTS.machine, JOB, Layout(2, 4), EXACT)
-    assert row(text, "exact") == ["exact", "200.0", f"{predicted * 1e3:.1f}", f"{predicted / 0.2 - 1:+.0%}"]
-    machine, here = TWO_HOSTS.machine, Layout(2, 4)
-    step = step_time(machine, shared(JOB, 2 / 1024), Layout(1024, 4), EXACT)
-    times = [times_as_fast(machine, JOB, here, 1024, EXACT, grows=grows) for grows in (False, True)]
-    assert row(text, "1,024") == ["1,024", "4,096", f"{step:.3g}", *(f"{each:.2f}" for each in times)]
-    assert "recommended" not in text and "DiLoCo" not in text
-    assert "Assumptions: equal hosts" in text and "Assumed: " not in text
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    predict.show(TWO_HOSTS, predict.parse(["--json"]), Screen(printed))
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["machine"]["memory_bandwidth"] is None
-    assert found["predicted"][1]["exact"][0] == predicted
+MiB = 1 << 20
+NETWORK = Network(1e-3, 100e6)  # messages of 1 ms, 100 MB/s
+BF16, DILOCO = INEXACT
+# The optimizer takes 10 ms. 90 ms are divided, half of them backward. Two buckets: 1 MiB, and 10 MiB.
+STEP = Step(0.01, 0.09, 0.5, 11 * MiB)
+FIRST = 1 * MiB / 100e6  # seconds on the wire of two machines
+BY_HAND: dict[str, tuple[float, float]] = {
+    "one machine": (STEP.seconds(1, NETWORK), 0.1),
+    # 1 MiB goes through the ring: 2 messages. It is there 1/11 of backward (22.5 ms) after its begin, and sent before
+    # the second one is: then that one takes 2 * 2 messages, as only 8 MiB go at a time.
+    "two machines": (STEP.seconds(2, NETWORK), 0.01 + 0.045 + 0.004 + 10 * FIRST),
+    # Backward has 45 ms, as each has as many samples as one machine had.
+    "two machines with twice the batch": (STEP.seconds(2, NETWORK, batch=2), 0.01 + 0.09 + 0.004 + 10 * FIRST),
+    # A slower wire is busy with the first bucket when backward ends.
+    "a slow wire": (
+        STEP.seconds(2, Network(0.0, 10e6)),
+        0.01 + 0.0225 + 0.0225 / 11 + 11 * MiB / 10e6,
+    ),
+    "half of the bytes": (STEP.seconds(2, NETWORK, BF16), 0.01 + 0.045 + 0.004 + 5 * FIRST),
+    # 12 MiB of parameters in two buckets after every fiftieth step; nothing hides them.
+    "now and then": (STEP.seconds(2, NETWORK, DILOCO), 0.01 + 0.045 + (0.002 + 0.004 + 11 * FIRST) / 50),
+    # Of 192 KiB, four machines gather all: 3 messages, each with the whole.
+    "few bytes": (replace(STEP, nbytes=192 << 10).seconds(4, NETWORK), 0.01 + 0.0225 + 0.003 + 3 * (192 << 10) / 100e6),
+    # Each of four processes carries a quarter: 2.5 MiB go at once.
+    "processes share a link": (replace(STEP, processes=4).seconds(2, NETWORK), 0.01 + 0.045 + 0.002 + 10 * FIRST),
+}
 
 
-def test_a_divided_batch_gains_less_than_one_that_grows() -> None:
-    machine = Machine(0.0, 2.1e9)  # the gradients take 10 ms of a host's link for each host, and twice that at most
-    alone = step_time(machine, shared(JOB, 2), Layout(1), EXACT)
-    assert alone == pytest.approx(0.19)  # of which 10 ms follow backward
-    divided, grown = (times_as_fast(machine, JOB, Layout(2), 8, EXACT, grows=grows) for grows in (False, True))
-    assert 1 < divided < 6 < grown < 8
-    assert divided == alone / step_time(machine, shared(JOB, 0.25), Layout(8), EXACT)
-    said = gain_sentence(machine, JOB, Layout(2))
-    assert said.startswith("With the batch divided, 32 hosts are 5.6 times as fast as one; twice as many are not 1.10")
-    slow = gain_sentence(Machine(0.0, 1e7), JOB, Layout(2))
-    assert slow.startswith("With the batch divided, no number of hosts is worth it: two are 0.")
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_model_gives_what_one_works_out_by_hand(name: str) -> None:
+    """The cost model equals a calculation by hand."""
+    found, expected = BY_HAND[name]
+    assert found == pytest.approx(expected)
 
 
-def test_a_network_that_is_not_there_is_assumed_and_said() -> None:
+def test_the_model_counts_as_the_library_sums() -> None:
+    assert cost.GATHERED == group_sums.GATHERED_NBYTES and cost.CHUNK == hierarchical.CHUNK_NBYTES
+    assert buckets.FIRST_BUCKET_MB * MiB == cost.FIRST_BUCKET
+
+
+seconds = st.floats(1e-6, 1.0)
+steps = st.builds(Step, seconds, seconds, st.floats(0, 1), st.floats(1e3, 1e10), st.integers(1, 16))
+networks = st.builds(Network, seconds, st.floats(1e6, 1e11))
+
+
+@given(steps, networks, st.integers(2, 1024), st.sampled_from([EXACT, *INEXACT]), st.floats(1, 100))
+def test_no_sum_makes_a_step_shorter_and_a_better_network_costs_no_more(
+    step: Step, network: Network, machines: int, way: cost.Way, factor: float
+) -> None:
+    """In it nothing makes a step shorter."""
+    better = Network(network.latency / factor, network.bandwidth * factor)
+    found = step.seconds(machines, network, way)
+    assert step.fixed + step.divided / machines <= step.seconds(machines, better, way) * (1 + 1e-9)
+    assert step.seconds(machines, better, way) <= found * (1 + 1e-9)
+    assert step.times_as_fast(machines, network, way, grows=True) <= machines * (1 + 1e-9)
+
+
+def run_of(step: Step, machines: int, network: Network, overhead: float = 0.0) -> Measured:
+    """A run as the model makes it; ``overhead`` are seconds of computing that do not depend on the samples."""
+    whole = step.seconds(machines, network)
+    computing, waiting = step.divided / machines + overhead, whole - step.fixed - step.divided / machines
+    return Measured(
+        machines,
+        machines * step.processes,
+        whole,
+        step.backward * computing,
+        step.fixed - overhead,
+        waiting,
+        step.nbytes,
+    )
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.005])
+def test_two_runs_and_sums_tell_what_more_machines_take(overhead: float) -> None:
+    """It finds what made-up runs were made with."""
+    step, network = replace(STEP, processes=4), Network(2e-4, 24e6)
+    few, many = (run_of(step, machines, network, overhead) for machines in (1, 2))
+    sums = 2e-4 + cost.SIZES[0] / 24e6, 2 * (2e-4 + cost.SIZES[1] / 2 / 24e6)  # gathered, and by the ring
+    found = predict.predict(few, many, cost.network_of(sums, 2), (EXACT,))
+    assert found["network"] == pytest.approx({"latency": 2e-4, "bandwidth": 24e6})
+    for row in found["predicted"]:
+        assert row["ways"]["exact"]["seconds"] == pytest.approx(step.seconds(row["machines"], network))
+    assert [run["times"] for run in found["measured"]] == [1.0, few.seconds / many.seconds]
+
+
+def test_one_machine_needs_an_assumed_network_which_is_said() -> None:
     """It says when it assumes a network."""
-    alone = replace(TWO_HOSTS, layout=Layout(1, 4), machine=Machine(0.0, math.inf))
-    machine, remarks = predict.with_network(alone, None, None)
-    assert (machine.latency, machine.bandwidth) == (predict.ASSUMED_LATENCY, predict.ASSUMED_BANDWIDTH)
-    assert "the network was not measured. Assumed: 10 Gbit/s and 50 µs." in remarks[0]
-    given = predict.parse(["--latency", "5", "--bandwidth", "100"])
-    named = predict.with_network(alone, given.latency, given.bandwidth)
-    assert named == (Machine(pytest.approx(5e-6), 12.5e9), [])
-    assert predict.with_network(TWO_HOSTS, None, 1.25e8) == (Machine(1e-4, 1.25e8), [])
+    few = Measured(1, 1, 0.11, 0.0, 0.0, 0.0, 11 * MiB)  # a process alone does not tell its parts
+    many = Measured(1, 2, 0.07, 0.02, 0.01, 0.01, 11 * MiB)
+    found = predict.predict(few, many, predict.ASSUMED, (EXACT,))
+    assert found["step"]["divided"] == pytest.approx(0.05) and found["step"]["fixed"] == pytest.approx(0.02)
+    said = list(predict.lines(found))
+    assert said[0] == "Measured: 1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step."
+    assert said[-2] == "Network: 10 Gbit/s (--bandwidth), 50 µs (--latency), assumed."
+    given = predict.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
+    assert list(predict.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
+
+
+def prediction(bandwidth: float, inexact: bool = False) -> dict[str, Any]:
+    network = Network(5e-5, bandwidth)
+    few, many = (run_of(STEP, machines, network) for machines in (1, 2))
+    return predict.predict(few, many, network, predict.ways(inexact))
+
+
+def test_it_says_where_more_machines_stop_paying() -> None:
+    fast, slow = prediction(1.25e9), prediction(5e6)
+    last = predict.pays_until(fast)
+    times = {row["machines"]: row["ways"]["exact"]["divided"] for row in fast["predicted"]}
+    assert times[2 * last["machines"]] < 1.1 * times[last["machines"]]
+    assert times[last["machines"]] >= 1.1 * times[last["machines"] // 2]
+    says = (
+        f"With the batch divided, {last['machines']} machines are {times[last['machines']]:.1f} times as fast as one; "
+    )
+    assert f"{says}twice as many are not 1.10 times as fast as these." in predict.lines(fast)
+    assert any(line.endswith("times as fast as one: they do not pay.") for line in predict.lines(slow))
+
+
+def test_ways_with_other_numbers_are_told_only_when_asked() -> None:
+    """It names inexact ways only when asked."""
+    assert "DiLoCo" not in "\n".join(predict.lines(prediction(1e8)))
+    said = "\n".join(predict.lines(prediction(1e8, inexact=True)))
+    assert "With bf16, which gives other numbers, " in said and "DiLoCo(every=50)" in said
+
+
+def test_the_prediction_is_plain_data_from_which_it_is_drawn() -> None:
+    """The prediction of cost has tables, a plot and JSON."""
+    found = prediction(1e8)
+    read = json.loads(json.dumps(found), parse_constant=pytest.fail)
+    drawn = plot.draw(read, "a < b")
+    assert drawn == plot.draw(found, "a < b") and "a &lt; b" in drawn
+    tags = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(drawn).iter()]
+    assert tags.count("circle") == 2 and "(prefers-color-scheme: dark)" in drawn and "script" not in tags
+
+
+def moment(*ranks: tuple[str, int], each: float = 0.01) -> dict[str, Any]:
+    """Ranks by node and steps, which took ``each`` seconds for each part of a step."""
+    about = {"threads": 1}
+    said = [
+        {"rank": n, "node": node, "steps": steps, "seconds": dict.fromkeys(PARTS, each * steps), "gradients": [4, 0, 0]}
+        | {"about": about}
+        for n, (node, steps) in enumerate(ranks)
+    ]
+    return {"command": ["t.py"], "ranks": said}
+
+
+def test_a_step_is_the_mean_after_the_first_ones() -> None:
+    before, after = moment(("a", 30), ("b", 30), each=1.0), moment(("a", 130), ("b", 130), each=0.5)
+    found = predict.measured(before, after)
+    assert found.machines == 2 and asdict(found)["waiting"] == pytest.approx((65 - 30) / 100)
+    assert found.seconds == pytest.approx(5 * found.waiting)  # all parts but validation
+    short = predict.measured(moment(("a", 30)), moment(("a", 40)))  # of all steps
+    assert short.seconds == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "first"),
+    ("data", "says"),
     [
-        (1e12, "On 2 hosts, exact is recommended (100%): no other way is faster."),
-        # Exact: 2.15 s on the wire and 0.01 s before and after. In half precision half of that. Else 0.1 + 2.1 / 50.
-        (1e7, "On 2 hosts, DiLoCo(50) is recommended (70%): a step takes 0.07 of the time of exact."),
-        # The second bucket takes 20 ms after backward, or 10: steps of 120 and 110 ms. DiLoCo would take 100.
-        (1e9, "On 2 hosts, bf16 is recommended (91%): a step takes 0.92 of the time of exact."),
+        (moment(), "t.py does not train with ddp_callbacks, or not yet. Add its callback or strategy, or give --auto"),
+        (
+            moment(("a", 19)),
+            "t.py took 19 steps, and 20 are the least to measure. Let it train for longer",
+        ),
+        (
+            moment(("a", 99), ("a", 99), ("b", 99)),
+            r"as many processes as the others, got \[1, 2\]. Name them",
+        ),
     ],
 )
-def test_what_it_would_choose_and_why(bandwidth: float, first: str) -> None:
-    assert predict.sentences(Machine(1e-6, bandwidth), JOB, Layout(2), (EXACT, BF16, diloco(50)))[0] == first
-
-
-def test_where_the_choice_changes_is_said() -> None:
-    """It chooses the mildest fast way."""
-    machine, syncs = Machine(2e-4, 1e10), (EXACT, BF16, diloco(50))
-    first, *others = predict.sentences(machine, JOB, Layout(2), syncs)
-    # 2 ms for 20 MB, and 6 messages.
-    assert first == "On 2 hosts, exact is recommended (97%): no other way shortens a step by more than 3%."
-    count, name = next(
-        (count, sync.name) for count in predict.HOSTS if (sync := choose(machine, JOB, Layout(count), syncs)) != EXACT
-    )
-    assert others[0].startswith(f"From {count:,} hosts on, {name} (")
+def test_a_run_that_cannot_be_measured_is_named(data: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        predict.measured(moment(), data)

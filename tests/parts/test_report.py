@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ddp_callbacks.data.sharding import with_shares
 from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
@@ -147,7 +148,7 @@ def test_a_successor_adds_to_what_its_rank_has_done() -> None:
     collector.hear("a", 0, "r", second[30:])
     collector.note("rank 0 was killed")
     collector.hear("a", 0, "r", said(8, 5))
-    collector.hear("a", 0, "e", b"\r10 %\r20 %")
+    collector.hear("a", 0, "e", b"\r10 %\r\x1b[32m20 %\x1b[0m\x1b[A\n")  # colours, and a move of the cursor
     data = collector.data()
     (rank,) = data["ranks"]
     assert rank["steps"] == 25 and rank["seconds"]["loading"] == pytest.approx(0.25) and rank["line"] == "20 %"
@@ -165,6 +166,7 @@ def test_the_samples_of_a_long_job_stay_few() -> None:
 @pytest.mark.parametrize("flags", ["--once", "--json"])
 def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, collector = new_folder(tmp_path), Collector(["train.py"])
+    (folder / "request").write_text("1\n")  # of a command that was killed
     for rank in (0, 1):
         collector.hear("a", rank, "r", said(rank, 20, epoch=3))
         collector.hear("a", rank, "o", b"loss 0.5\nloss 0.25\n")
@@ -260,3 +262,25 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         "validation": 8.125,
     }
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
+
+
+def test_a_process_alone_counts_what_an_undivided_loader_takes(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as in a Fabric loop, in which nothing else tells that it trains
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+    monkeypatch.setattr(recorder, "recorder", lambda: made)
+
+    def batches() -> Iterator[int]:
+        for number in range(3):
+            clock[0] += 2.0
+            yield number
+
+    for _ in with_shares(batches()):
+        made.step()
+        clock[0] += 1.0
+    made._send()
+    last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
+    assert last["steps"] == 3 and last["about"]["versions"]
+    assert dict(zip(PARTS, last["seconds"], strict=True))["loading"] == 6.0

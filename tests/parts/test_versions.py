@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import re
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,9 @@ def test_versions_in_the_tested_range_pass_without_a_word(recwarn: pytest.Warnin
     for name in versions.SUPPORTED:
         versions.require_names(name, [])
     assert not list(recwarn)
+
+
+def test_nothing_is_installed_that_changes_lightning_s_bar() -> None:
+    """Nothing changes Lightning's bar."""
+    needed = [line for line in requires("ddp_callbacks") or [] if "extra" not in line]
+    assert [re.match(r"\w+", line)[0] for line in needed] == ["torch"]  # type: ignore[index]

@@ -1,130 +1,91 @@
-"""Check the model of the cost: calibrate once on a small layout, predict larger ones, and measure these.
+"""Check ``ddprun predict``: what it says on two hosts about four, and what these take.
 
-    python examples/benchmarks/cost/main.py             # 2, 3, 4 ranks; 2, 3, 4 hosts (Linux, root)
+    OMP_NUM_THREADS=1 python examples/benchmarks/cost/main.py --json found.json     20 minutes (two cores, Linux, root)
+    python examples/benchmarks/cost/main.py --draw found.json --plot cost.svg       the table; a picture of one case
 
-Each layout runs ``predict.py``, which measures whole steps. The calibration on two ranks of one host predicts the
-steps of 3 and 4 ranks there; the one on two hosts with one rank each, those of 3 and 4 hosts, for each rate of the
-links. The hosts are made of namespaces (``tests/kit/hosts.py``) and share this machine's cores, which a prediction is
-told: each of H hosts has an H-th of them. Layouts come in turns, so that whatever else the machine does meets all;
-measured and predicted times are medians over the turns.
+The hosts, each with half a core, and the script are those of the benchmark ``gain``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
-import subprocess
+import runpy
 import sys
-from dataclasses import dataclass, replace
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
-from predict import HOSTS, plot
+from ddp_callbacks.reporting.plot import draw
 
-ROOT = Path(__file__).parents[3]
-DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
-LIMIT = 900.0  # seconds, for one run
-GOAL = 0.15
-
-
-@dataclass(frozen=True)
-class Case:
-    """So many hosts with so many ranks on each, on links of a rate; on this machine itself where there is none."""
-
-    layout: Layout
-    rate: str | None
-
-    def __str__(self) -> str:
-        return f"{self.layout.hosts} hosts, {self.rate}" if self.rate else f"{self.layout.ranks} ranks on one host"
-
-    def cores(self) -> float:
-        """That each host has."""
-        return len(os.sched_getaffinity(0)) / (self.layout.hosts if self.rate else 1)
+HERE = Path(__file__).parent
+GAIN = HERE.parent / "gain"
+CASES = (("convolutions", "1gbit"), ("perceptron", "1gbit"), ("convolutions", "20mbit"))
+FEW, MANY = 2, 4
+LIMIT = 600.0  # seconds, for one prediction
 
 
-def cases(rates: list[str]) -> list[Case]:
-    alone = [Case(Layout(1, ranks), None) for ranks in (2, 3, 4)]
-    return alone + [Case(Layout(hosts), rate) for rate in rates for hosts in (2, 3, 4)]
+def predict(bed: Any, model: str, hosts: int, seconds: float, groups: Path, folder: Path) -> dict[str, Any]:
+    """What ``ddprun predict`` says on so many hosts."""
+    names = ",".join(host.name for host in bed.hosts[:hosts])
+    flags = ["-H", names, "--nproc-per-node", "1", "--json", "--seconds", str(seconds), "--log-dir", str(folder)]
+    script = [str(GAIN / "train.py"), "--models", model, "--epochs", "1000", "--control-groups", str(groups)]
+    command = [sys.executable, "-m", "ddp_callbacks.launcher", "predict", *flags, "-x", "OMP_NUM_THREADS=1", *script]
+    done = bed.hosts[0].run(*command, cwd=folder, timeout=LIMIT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def run(case: Case, seconds: float) -> Calibration:
-    """Calibrate on these hosts."""
-    path = f"PYTHONPATH={os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}"
-    flags = ["--no-prefix", "--log-dir", "/tmp/ddprun-logs", "-x", "OMP_NUM_THREADS=1"]
-    script = [str(Path(__file__).with_name("predict.py")), "--json", "--seconds", str(seconds)]
-    if case.rate is None:
-        command = [*DDPRUN, *flags, "--nproc-per-node", str(case.layout.ranks), *script]
-    else:
-        names = ",".join(f"h{number}:{case.layout.ranks_per_host}" for number in range(1, case.layout.hosts + 1))
-        bed = [sys.executable, str(ROOT / "tests" / "kit" / "hosts.py"), "--rate", case.rate, str(case.layout.hosts)]
-        command = [*bed, "env", path, *DDPRUN, *flags, "-x", path, "-H", names, *script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=True)
-    found = json.loads(done.stdout)["calibration"]
-    return Calibration.from_json(json.dumps(_with_infinities(found)))
+def measure(seconds: float) -> dict[str, Any]:
+    """Of each case: what two hosts predict, with the run on four among what was measured."""
+    sys.path.insert(0, str(HERE.parents[2] / "tests"))
+    from kit.hosts import HostBed, missing
+
+    if reason := missing():
+        raise SystemExit(reason)
+    control_groups, found = runpy.run_path(str(GAIN / "main.py"))["control_groups"], {}
+    bed = HostBed(MANY)
+    names = [host.name for host in bed.hosts]
+    with tempfile.TemporaryDirectory() as folder, control_groups(names) as groups, bed:
+        for model, rate in CASES:
+            for host in bed.hosts:
+                bed.set_rate(host, rate)
+            few, many = (predict(bed, model, hosts, seconds, groups, Path(folder)) for hosts in (FEW, MANY))
+            found[f"{model}, {rate}"] = few | {"measured": [*few["measured"], many["measured"][1]]}
+            print(f"{model}, {rate}: {many['measured']}", file=sys.stderr, flush=True)
+    for each in found.values():
+        each["measured"][2]["times"] = each["measured"][0]["seconds"] / each["measured"][2]["seconds"]
+    return found
 
 
-def _with_infinities(found: dict[str, Any]) -> dict[str, Any]:
-    machine = {name: math.inf if value is None else value for name, value in found["machine"].items()}
-    return {**found, "machine": machine}
-
-
-def predictions(small: Calibration, of: Case, case: Case) -> dict[str, float]:
-    """Seconds per step of ``case``, from what was found on ``of``."""
-    assert small.layout.ranks_per_host <= of.cores() and small.layout == of.layout
-    machine = replace(small.machine, cores=case.cores())
-    return {sync.name: step_time(machine, small.job, case.layout, sync) for sync in (EXACT, BF16)}
-
-
-def table(found: dict[Case, list[Calibration]]) -> str:
-    lines = ["| layout | synchronization | measured, ms | predicted, ms | error |", "|---|---|---|---|---|"]
-    first: dict[str | None, Case] = {}
-    for case, turns in found.items():
-        of = first.setdefault(case.rate, case)
-        pairs = list(zip(turns, found[of], strict=False))
-        for name in turns[0].steps:
-            measured = statistics.median(own.steps[name] for own, _ in pairs)
-            predicted = statistics.median(predictions(small, of, case)[name] for _, small in pairs)
-            error = predicted / measured - 1
-            mark = "" if abs(error) <= GOAL else " (missed)"
-            where = f"{case}{' (calibrated here)' if case == of else ''}"
-            lines.append(f"| {where} | {name} | {measured * 1e3:.0f} | {predicted * 1e3:.0f} | {error:+.0%}{mark} |")
-    return "\n".join(lines)
-
-
-def growth(found: Calibration) -> str:
-    """Efficiency by the number of hosts."""
-    syncs = (EXACT, BF16, diloco(50))
-    lines = [f"| hosts | {' | '.join(sync.name for sync in syncs)} |", "|---|" + "---|" * len(syncs)]
-    for count in HOSTS:
-        layout = replace(found.layout, hosts=count)
-        shares = [efficiency(found.machine, found.job, layout, sync) for sync in syncs]
-        lines.append(f"| {count:,} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+def table(found: dict[str, Any]) -> str:
+    lines = ["| model and link | 1 host | 2 hosts | 4 hosts | predicted on 2 | error |", "|---|---|---|---|---|---|"]
+    for name, case in found.items():
+        measured = [run["seconds"] * 1e3 for run in case["measured"]]
+        predicted = next(row for row in case["predicted"] if row["machines"] == MANY)["ways"]["exact"]["seconds"] * 1e3
+        cells = " | ".join(f"{each:.0f} ms" for each in (*measured, predicted))
+        lines.append(f"| {name} | {cells} | {predicted / measured[-1] - 1:+.0%} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="calibrations of each layout (default 3)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="about how long each takes (default 30)")
-    parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"], help="of the links; none: one host only")
-    parser.add_argument("--plot", type=Path, help="where to draw it; cost.png, to show it in README.md")
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long each run trains (default 15)")
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--draw", type=Path, help="measure nothing; read what was")
+    parser.add_argument("--plot", type=Path, help="where to draw the first case, as SVG")
     arguments = parser.parse_args()
-    found: dict[Case, list[Calibration]] = {case: [] for case in cases(arguments.rates)}
-    for turn in range(arguments.turns):
-        for case, turns in found.items():
-            turns.append(run(case, arguments.seconds))
-            print(f"turn {turn + 1}, {case}: {turns[-1].to_json()}", file=sys.stderr, flush=True)
+    found = json.loads(arguments.draw.read_text()) if arguments.draw else measure(arguments.seconds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
-    last = found[cases(arguments.rates)[-3]][-1]  # on the smallest layout of the last rate
-    if last.layout.hosts > 1:
-        print(f"\n{growth(last)}")
-        if arguments.plot:
-            plot(last.machine, last, (EXACT, BF16, diloco(50)), arguments.plot)
+    if arguments.plot:
+        arguments.plot.write_text(draw(next(iter(found.values())), "Times as fast by machines"))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

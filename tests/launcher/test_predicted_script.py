@@ -1,0 +1,49 @@
+"""``ddprun predict`` trains a script on two processes and on one, and extrapolates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kit.commands import run, start
+
+pytestmark = pytest.mark.slow
+
+# A batch takes 40 ms of a process, a half of it 20 ms; 10 ms of each step are not divided.
+TRAIN = """
+import time, torch
+from ddp_callbacks import GradientSynchronizer, join_process_group
+
+ranks, module = join_process_group().world_size, torch.nn.Linear(2, 2)
+synchronizer, optimizer = GradientSynchronizer(module), torch.optim.SGD(module.parameters(), lr=0.1)
+for _ in range(STEPS):
+    time.sleep(0.04 / ranks)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+open("ended", "w")
+"""
+
+
+def predict(folder: Path, steps: int, *flags: str) -> list[str]:
+    (folder / "train.py").write_text(TRAIN.replace("STEPS", str(steps)))
+    return ["ddprun", "predict", "--nproc-per-node", "2", "--seconds", "2", *flags, "train.py"]
+
+
+def test_a_script_is_trained_for_a_short_time_and_its_parts_are_found(tmp_path: Path) -> None:
+    """`ddprun predict` measures a script as it is."""
+    output = run(predict(tmp_path, 1_000_000, "--json", "--plot", "found.svg"), tmp_path)
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    few, many = found["measured"]
+    assert (few["processes"], many["processes"]) == (1, 2)
+    assert few["seconds"] >= 0.05 and many["seconds"] >= 0.03
+    assert 0.01 < found["step"]["divided"] < 0.03  # of a machine with two processes: 0.02
+    assert not (tmp_path / "ended").exists() and (tmp_path / "found.svg").read_text().startswith("<svg")
+
+
+def test_a_script_that_ends_too_soon_is_named(tmp_path: Path) -> None:
+    process = start(predict(tmp_path, 8), tmp_path)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "ddprun: train.py took 8 steps, and 20 are the least to measure. Let it train for longer" in output
