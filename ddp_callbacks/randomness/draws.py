@@ -119,7 +119,7 @@ class WholeDraws:
         return self._operators.backward()
 
     def forget_way(self) -> None:
-        """Let the next batch tell anew whether batches draw. Local."""
+        """Let the next batch tell again whether batches draw. Local."""
         self._ways.clear()
 
     @contextmanager
