@@ -19,6 +19,7 @@ from ddp_callbacks.comm.collectives import (
     all_gather_object,
     all_reduce,
     any_rank,
+    barrier,
     broadcast,
     broadcast_object,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "any_rank",
+    "barrier",
     "broadcast",
     "broadcast_object",
 ]
