@@ -16,7 +16,7 @@ import tomllib
 from html import escape
 from pathlib import Path
 
-from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks import slice_bounds
 from ddp_callbacks.versions import SUPPORTED
 
 HERE = Path(__file__).parent
