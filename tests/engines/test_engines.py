@@ -6,14 +6,18 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from kit.leftovers import Machine
 from kit.paths import ROOT, python_path
 from kit.ranks import free_port
+from kit.warm import Server
 
 LIMIT = 1500.0  # seconds, on a machine that is busy with other work, for Ray's many processes
 pytestmark = [pytest.mark.apps, pytest.mark.timeout(LIMIT + 60)]
@@ -48,6 +52,15 @@ def finish(*processes: subprocess.Popen[str]) -> str:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(said)
     return "\n".join(said)
+
+
+@pytest.fixture(autouse=True)
+def ray_ends(server: Server) -> Iterator[None]:
+    """Ray's own processes end after the program that has started them, on a busy machine later than others may."""
+    machine, deadline = Machine(server.pid), time.monotonic() + LIMIT
+    yield
+    while any("ray" in line for line in machine.processes().values()) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

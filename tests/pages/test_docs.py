@@ -275,7 +275,10 @@ def test_each_public_class_is_shown_at_work() -> None:
     shown = runpy.run_path(str(DOCS / "conf.py"))["examples"]()
     modules = (ddp_callbacks, ddp_callbacks.torchbearer, ddp_callbacks.lightning)
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
-    classes = {name for name in public if inspect.isclass(_find(name))} - {"ddp_callbacks.Share", "ddp_callbacks.WorkerEnv"}  # nobody makes one
+    classes = {name for name in public if inspect.isclass(_find(name))} - {
+        "ddp_callbacks.Share",
+        "ddp_callbacks.WorkerEnv",
+    }  # nobody makes one
     assert classes <= set(shown), classes - set(shown)
 
 
