@@ -134,8 +134,7 @@ def add_summary(app: Sphinx, docname: str, source: list[str]) -> None:
     """
     names = re.findall(r"^\.\. auto(?:class|function):: (\S+)", source[0], re.MULTILINE)
     if names and docname.startswith("reference/api/"):
-        teaching = re.findall(r"\]\(\.\./\.\./([^)#]+\.md)", source[0].partition("```")[0])
-        rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {_shown(name, teaching)} |" for name in names)
+        rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {shown_in(name, source[0])} |" for name in names)
         table = "\n".join(["| Name | | Shown in |", "|---|---|---|", *rows])
         source[0] = re.sub(r"\n(?=## |```)", lambda _: f"\n{table}\n\n", source[0], count=1)
 
@@ -149,8 +148,9 @@ def _first_sentence(name: str) -> str:
 _PART = r"^#{1,4} (?P<heading>[^\n]+)$|^```(?P<language>[^\n]*)\n(?P<code>.*?)^```"
 
 
-def _shown(name: str, teaching: list[str]) -> str:
-    """A link to the first of the pages that teach whose code imports it; if none does, to the one that names it most."""
+def shown_in(name: str, api: str) -> str:
+    """A link to the first of the pages that teach whose code imports it, or else to the page that names it most."""
+    teaching = re.findall(r"\]\(\.\./\.\./([^)#]+\.md)", api.partition("```")[0])
     links = examples().get(name, {})
     most = sorted(links, key=lambda page: -_visible(DOCS / page).count(name.rpartition(".")[2]))
     return next((links[page] for page in (*teaching, *most) if page in links), "")

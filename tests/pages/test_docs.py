@@ -282,6 +282,23 @@ def test_each_public_class_is_shown_at_work() -> None:
     assert classes <= set(shown), classes - set(shown)
 
 
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("lightning.CallbackStrategy", "how_to/lightning.md#options"),
+        ("lightning.Resume", "how_to/preemptible_jobs.md#what-you-add"),
+        ("shard_loader", "how_to/loaders.md#in-a-loop-of-your-own"),
+        ("spawn", "how_to/launching.md#without-ddprun"),
+        ("CrossEntropyWeight", "explanation/exact_gradient.md#what-the-weight-is"),
+    ],
+)
+def test_the_reference_points_to_the_page_that_teaches_a_name(name: str, page: str) -> None:
+    pytest.importorskip("sphinx")
+    (api,) = (text for path in API if f" ddp_callbacks.{name}\n" in (text := path.read_text()))
+    shown = runpy.run_path(str(DOCS / "conf.py"))["shown_in"](f"ddp_callbacks.{name}", api)
+    assert f"(../../{page})" in shown
+
+
 PACKAGE = ROOT / "ddp_callbacks"
 
 
