@@ -403,6 +403,5 @@ def test_a_step_sends_no_message_to_the_store(wide: dict[str, list[Rank]]) -> No
 
 @pytest.mark.wide
 def test_a_barrier_that_another_rank_never_reaches_is_named(wide: dict[str, list[Rank]]) -> None:
-    """A barrier's error names the barrier."""
     kind, text = wide["quick"][0].notes["error"]
     assert kind == "PeerError" and 'still waits for the barrier "the end"' in text, text

@@ -81,6 +81,5 @@ def test_digits_with_fabric_equal_one_process_and_go_on_at_another_size(tmp_path
 
 
 def test_hosts_for_the_benchmarks_need_neither_pytest_nor_torch() -> None:
-    """The hosts of the benchmarks need no pytest."""
     command = [sys.executable, "-S", "-c", "import kit.costs, kit.hosts, kit.wire"]  # -S: without installed packages
     subprocess.run(command, cwd=TESTS, check=True, timeout=DEADLINE)

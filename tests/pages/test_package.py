@@ -114,7 +114,6 @@ def test_wheel_and_sdist_train_in_an_empty_environment(built: Path, with_torch: 
 def test_what_is_not_installed_says_how_to_install_it(
     built: Path, with_torch: Path, tmp_path: Path, extra: str | None
 ) -> None:
-    """An import without its package says how to install it."""
     (wheel,), python = built.glob("*.whl"), copy(with_torch, tmp_path)
     run(python, "-m", "pip", "install", f"{wheel}[{extra}]" if extra else wheel, folder=tmp_path)
     for line, (name, command) in zip(
