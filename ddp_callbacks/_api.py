@@ -2,6 +2,7 @@
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer as BatchNormSynchronizer
 from ddp_callbacks.checkpoints.file import CheckpointFile as CheckpointFile
+from ddp_callbacks.checkpoints.own_loop import LocalSums as LocalSums
 from ddp_callbacks.checkpoints.own_loop import load_checkpoint as load_checkpoint
 from ddp_callbacks.checkpoints.own_loop import save_checkpoint as save_checkpoint
 from ddp_callbacks.cross_entropy import CrossEntropyWeight as CrossEntropyWeight
@@ -10,6 +11,9 @@ from ddp_callbacks.data.resuming import resumable_loader as resumable_loader
 from ddp_callbacks.data.sharding import shard_loader as shard_loader
 from ddp_callbacks.data.sharding import with_shares as with_shares
 from ddp_callbacks.data.shares import Share as Share
+from ddp_callbacks.data.shares import slice_bounds as slice_bounds
+from ddp_callbacks.environment import WorkerEnv as WorkerEnv
+from ddp_callbacks.files import write_atomically as write_atomically
 from ddp_callbacks.gradients import GradientSynchronizer as GradientSynchronizer
 from ddp_callbacks.local_sgd import DiLoCo as DiLoCo
 from ddp_callbacks.local_sgd import LocalSGD as LocalSGD

@@ -45,7 +45,7 @@ def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | Non
     """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
 
     Names, shapes and dtypes must be equal on all ranks;
-    :func:`ddp_callbacks.comm.agreement.require_agreement` can check it. A non-persistent buffer that has another shape
+    :func:`ddp_callbacks.comm.require_agreement` can check it. A non-persistent buffer that has another shape
     or dtype on some ranks, such as a cache, stays what it is on each.
 
     Args:

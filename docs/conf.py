@@ -128,11 +128,13 @@ def link_to_pages_of_files(app: Sphinx, docname: str, source: list[str]) -> None
 
 
 def add_summary(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Begin the pages of the API with a table of what they describe, and where a page shows it at work."""
+    """Begin the pages of the API with a table of what they describe, and the page that shows it at work.
+
+    The pages that teach a subject are those to which the page of the API links before the table, the first one first.
+    """
     names = re.findall(r"^\.\. auto(?:class|function):: (\S+)", source[0], re.MULTILINE)
     if names and docname.startswith("reference/api/"):
-        shown = examples()
-        rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {shown.get(name, '')} |" for name in names)
+        rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {shown_in(name, source[0])} |" for name in names)
         table = "\n".join(["| Name | | Shown in |", "|---|---|---|", *rows])
         source[0] = re.sub(r"\n(?=## |```)", lambda _: f"\n{table}\n\n", source[0], count=1)
 
@@ -146,10 +148,18 @@ def _first_sentence(name: str) -> str:
 _PART = r"^#{1,4} (?P<heading>[^\n]+)$|^```(?P<language>[^\n]*)\n(?P<code>.*?)^```"
 
 
+def shown_in(name: str, api: str) -> str:
+    """A link to the first of the pages that teach whose code imports it, or else to the page that names it most."""
+    teaching = re.findall(r"\]\(\.\./\.\./([^)#]+\.md)", api.partition("```")[0])
+    links = examples().get(name, {})
+    most = sorted(links, key=lambda page: -_visible(DOCS / page).count(name.rpartition(".")[2]))
+    return next((links[page] for page in (*teaching, *most) if page in links), "")
+
+
 @cache
-def examples() -> dict[str, str]:
-    """A link to the first part of a page whose code imports it, by dotted name."""
-    found: dict[str, str] = {}
+def examples() -> dict[str, dict[str, str]]:
+    """For each dotted name, by page: a link to the first part whose code imports it."""
+    found: dict[str, dict[str, str]] = {}
     for page in [
         path for folder in ("how_to", "tutorials", "explanation") for path in sorted((DOCS / folder).glob("*.md"))
     ]:
@@ -159,7 +169,8 @@ def examples() -> dict[str, str]:
                 title, anchor = title or heading, re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
             elif part["language"] in ("python", "diff"):
                 link = f"[{title}](../../{page.relative_to(DOCS)}#{anchor})"
-                found = dict.fromkeys(_imported(part["code"]), link) | found
+                for name in _imported(part["code"]):
+                    found.setdefault(name, {}).setdefault(str(page.relative_to(DOCS)), link)
     return found
 
 

@@ -26,8 +26,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_callbacks import GradientSynchronizer, broadcast_parameters, join_process_group, leave_process_group
-from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks import (
+    GradientSynchronizer,
+    broadcast_parameters,
+    join_process_group,
+    leave_process_group,
+    slice_bounds,
+)
 
 BATCH = 64
 STEPS = 50

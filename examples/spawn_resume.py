@@ -26,17 +26,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import (
     GradientSynchronizer,
+    WorkerEnv,
     broadcast_parameters,
     join_process_group,
     shard_loader,
+    slice_bounds,
     spawn,
     with_shares,
+    write_atomically,
 )
-from ddp_callbacks.comm import all_gather_object, all_reduce
-from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.data.shares import slice_bounds
-from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.files import write_atomically
+from ddp_callbacks.comm import all_gather_object, all_reduce, require_agreement
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from torchbearer.callbacks import Callback, CSVLogger
 
-from ddp_callbacks import join_process_group
+from ddp_callbacks import WorkerEnv, join_process_group
 from ddp_callbacks.comm import all_gather_object
-from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.torchbearer import DDPCallback, Flatten
 
 

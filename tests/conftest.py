@@ -76,7 +76,7 @@ def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(server: warm.Server) -> Iterator[None]:
-    from kit.budget import count
+    from kit.costs import count
 
     environment, machine = dict(os.environ), Machine(server.pid)
     yield

@@ -64,7 +64,7 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
         objects: Everything that changes, by name: objects with ``state_dict`` and ``load_state_dict`` (models,
             optimizers, schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`),
             dicts of numbers that are equal on all ranks (the epoch), and
-            :class:`~ddp_callbacks.checkpoints.own_loop.LocalSums` for numbers that are not.
+            :class:`~ddp_callbacks.LocalSums` for numbers that are not.
 
     Raises:
         CheckpointError: The file cannot be written; the old files remain. Or another job writes it.

@@ -15,18 +15,24 @@
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and compressed gradients
 """
 
+from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import (
     all_gather_object,
     all_reduce,
     any_rank,
+    barrier,
     broadcast,
     broadcast_object,
 )
+from ddp_callbacks.comm.hooks import GradBucket
 
 __all__ = [
+    "GradBucket",
     "all_gather_object",
     "all_reduce",
     "any_rank",
+    "barrier",
     "broadcast",
     "broadcast_object",
+    "require_agreement",
 ]

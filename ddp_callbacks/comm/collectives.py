@@ -60,6 +60,19 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     return any(all_gather_object(bool(flag), doing, group))
 
 
+def barrier(name: str, group: dist.ProcessGroup | None = None) -> None:
+    """Block until every rank is here. A collective: all ranks must call it.
+
+    Args:
+        name: What is over then, for error messages: "the download". The same on every rank.
+        group: The ranks' process group; ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    any_rank(False, f'the barrier "{name}"', group)
+
+
 def broadcast(
     tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None, source: int = 0
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-from ddp_callbacks.data.shares import slice_bounds
+from ddp_callbacks import slice_bounds
 from ddp_callbacks.reporting import plot, summary
 from ddp_callbacks.versions import SUPPORTED
 

@@ -23,7 +23,14 @@ def start_ray() -> None:
     """A cluster of this machine: each of two workers takes one of its CPUs."""
     import ray
 
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    for attempts_left in reversed(range(8)):  # Ray gives its own processes 30 seconds, few where others compute
+        try:
+            ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception:  # Ray has no other class for it
+            ray.shutdown()
+            if not attempts_left:
+                raise
 
 
 if __name__ == "__main__":

@@ -6,21 +6,25 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from kit.leftovers import Machine
 from kit.paths import ROOT, python_path
 from kit.ranks import free_port
+from kit.warm import Server
 
-pytestmark = pytest.mark.apps
+LIMIT = 1500.0  # seconds, on a machine that is busy with other work, for Ray's many processes
+pytestmark = [pytest.mark.apps, pytest.mark.timeout(LIMIT + 60)]
 
 HERE = Path(__file__).parent
 TRAINING, ON_PAGE = HERE / "training.py", HERE / "on_page.py"
 JOBS = ROOT / "examples" / "jobs"
-LIMIT = 600.0  # seconds, on a machine that is busy with other work
 
 
 def need(module: str) -> None:
@@ -32,7 +36,9 @@ def start(command: list[Any], folder: Path, **environ: Any) -> subprocess.Popen[
     """Start it as in a shell: without what pytest has set."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DDP_CALLBACKS"))}
     own |= {"PATH": f"{Path(sys.executable).parent}:{own['PATH']}", "PYTHONPATH": python_path()}
-    own |= {"RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
+    own |= {"RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp"}
+    own |= {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process that tests don't need
+    own |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{LIMIT:.0f}"}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environ = {name: str(value) for name, value in environ.items()}
     return subprocess.Popen(list(map(str, command)), cwd=folder, env=own | environ, **options)
@@ -46,6 +52,15 @@ def finish(*processes: subprocess.Popen[str]) -> str:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(said)
     return "\n".join(said)
+
+
+@pytest.fixture(autouse=True)
+def ray_ends(server: Server) -> Iterator[None]:
+    """Ray's own processes end after the program that has started them, on a busy machine later than others may."""
+    machine, deadline = Machine(server.pid), time.monotonic() + LIMIT
+    yield
+    while any("ray" in line for line in machine.processes().values()) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

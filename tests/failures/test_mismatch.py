@@ -23,7 +23,14 @@ from side_by_side import World, run_side_by_side
 from torch import nn
 
 from ddp_callbacks import BatchNormSynchronizer, GradientSynchronizer, join_process_group
-from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast, broadcast_object
+from ddp_callbacks.comm.collectives import (
+    all_gather_object,
+    all_reduce,
+    any_rank,
+    barrier,
+    broadcast,
+    broadcast_object,
+)
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.errors import PeerError
@@ -73,6 +80,7 @@ def exchange_rows(name: str) -> Any:
 DIFFERENT: dict[str, tuple[Exchange, Exchange]] = {
     "one message, two meanings": (vote, vote),
     "a decision and a message": (vote, gather),
+    "two barriers": (barrier, barrier),
     "two broadcasts": (send_and_vote, send),
     "two kinds of message": (gather, lambda name: broadcast(torch.ones(3), name)),
     "rows of numbers": (exchange_rows, exchange_rows),
@@ -222,7 +230,7 @@ def wait_in_vain_for_one_that_computes() -> None:
     if my_rank() == 0:
         try:
             with noting_errors():
-                any_rank(False, "the second message", group)
+                barrier("the second message", group)
         finally:
             Path("told").touch()
 
@@ -253,6 +261,9 @@ def exchange_quickly() -> None:
     for _ in range(20):
         any_rank(False, "a quick message")
     note("asked", asked)
+    if my_rank() == 0:
+        with noting_errors():
+            barrier("the end")  # the other leaves
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -358,7 +369,8 @@ def test_a_rank_that_has_sent_all_may_leave_while_the_other_still_receives(two: 
 def test_a_rank_that_is_late_is_named_alive_with_its_line(two: dict[str, list[Rank]]) -> None:
     first, second = two["wait_in_vain_for_one_that_computes"]
     kind, text = first.notes["error"]
-    assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text
+    assert kind == "PeerError", text
+    assert 'waited for the barrier "the second message" in vain, though every rank is alive' in text, text
     assert f"pid {second.pid}) is not in any collective of ddp_callbacks: it last was in the first message" in text
     assert re.search(r"is at .*test_mismatch\.py:\d+\.", text), text
 
@@ -387,3 +399,9 @@ def test_a_step_sends_no_message_to_the_store(wide: dict[str, list[Rank]]) -> No
     """A step asks the store nothing."""
     for rank in wide["quick"]:
         assert rank.notes["asked"] == [], rank.stderr
+
+
+@pytest.mark.wide
+def test_a_barrier_that_another_rank_never_reaches_is_named(wide: dict[str, list[Rank]]) -> None:
+    kind, text = wide["quick"][0].notes["error"]
+    assert kind == "PeerError" and 'still waits for the barrier "the end"' in text, text

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from kit.costs import costs as _costs
+from kit.costs import count
 from kit.paths import TESTS
 
 TIERS = ("parts", "test", "check", "night")
@@ -27,16 +29,9 @@ NIGHT = {"apps", "cuda", "night"}
 NUMBERS: dict[str, Any] = tomllib.loads((TESTS / "budget.toml").read_text())
 FREE_OF_TORCH = ("-S", "-I", "from kit import")  # such commands don't import torch, or once for all tests
 
-_costs, _totals = Counter[str](), Counter[str]()  # costs of the running test, and of all tests
+_totals = Counter[str]()  # costs of all tests
 _seconds = Counter[str]()  # by test
 _calibrations: list[float] = []
-
-
-def count(kind: str, number: int = 1) -> None:
-    """Note that the running test starts something: ``ranks``, ``warm`` or ``cold`` interpreters, ``hosts``."""
-    _costs[kind] += number
-    if kind == "ranks":
-        _costs["ranks at once"] = max(_costs["ranks at once"], number)
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kit.budget import count
+from kit.costs import count
 from kit.ranks import HOST, free_port
 from kit.warm import Server
 from kit.wrapper import COLD

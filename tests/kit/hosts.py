@@ -142,7 +142,7 @@ class HostBed:
         self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
 
     def __enter__(self) -> HostBed:
-        from kit.budget import count  # examples, too, make hosts
+        from kit.costs import count  # examples, too, make hosts
 
         count("hosts", len(self.hosts))
         with ExitStack() as stack:

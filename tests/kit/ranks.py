@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ddp_callbacks import environment
 from ddp_callbacks.comm.hosts import Hosts, hosts_of
-from kit.budget import count
+from kit.costs import count
 from kit.machine import Slowness
 from kit.paths import python_path
 from kit.warm import Process, Server

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.commands import TWO_PROCESSES, finish, run, start
-from kit.paths import ROOT
+from kit.commands import DEADLINE, TWO_PROCESSES, finish, run, start
+from kit.paths import ROOT, TESTS
 
 TRIAL, FABRIC = (ROOT / "examples" / name / "train.py" for name in ("digits", "digits_fabric"))
 LINES = {
@@ -76,3 +78,8 @@ def test_digits_with_fabric_equal_one_process_and_go_on_at_another_size(tmp_path
     alone, two = run_both(tmp_path, *ways, 3)
     assert "epoch 2" in two and "epoch 1" not in two
     assert told(FABRIC, two)[1] == pytest.approx(told(FABRIC, alone)[1], abs=1e-3)
+
+
+def test_hosts_for_the_benchmarks_need_neither_pytest_nor_torch() -> None:
+    command = [sys.executable, "-S", "-c", "import kit.costs, kit.hosts, kit.wire"]  # -S: without installed packages
+    subprocess.run(command, cwd=TESTS, check=True, timeout=DEADLINE)

@@ -32,6 +32,22 @@ model(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
 print("gradient of rank", world.rank, model.weight.grad.tolist())
 """
 
+IMPORTS = """
+import importlib, sys
+
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(f"ddp_callbacks.{name}")
+        print(name, "is here")
+    except Exception as error:
+        print(name, "is missing:", error)
+"""
+INSTALL = {  # what the sentence of a part that is missing recommends
+    "lightning": 'pip install "lightning',
+    "torchbearer": 'pip install "torchbearer==0.5.5"',
+    "mpi": 'pip install "mpi4py',
+}
+
 
 def run(*words: str | Path, folder: Path) -> str:
     # Without what this process hands to its children: the environment must stand on its own.
@@ -63,19 +79,47 @@ def test_the_wheel_and_the_sdist_hold_the_whole_package(built: Path) -> None:
         assert modules <= {name.partition("/")[2] for name in archive.getnames()}
 
 
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that has torch only."""
+    folder = tmp_path_factory.mktemp("with_torch")
+    run(sys.executable, "-m", "venv", "made", folder=folder)
+    version = torch.__version__.partition("+")[0]
+    run(folder / "made" / "bin" / "python", "-m", "pip", "install", f"torch=={version}", folder=folder)
+    return folder / "made"
+
+
+def copy(environment: Path, folder: Path) -> Path:
+    """Return the Python of a copy; the files are linked, and pip replaces those that it changes."""
+    run("cp", "--archive", "--link", environment, folder / "copy", folder=folder)
+    return folder / "copy" / "bin" / "python"
+
+
 @pytest.mark.night
 @pytest.mark.cold
-def test_wheel_and_sdist_train_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+def test_wheel_and_sdist_train_in_an_empty_environment(built: Path, with_torch: Path, tmp_path: Path) -> None:
     """The wheel installs into an empty environment and trains there."""
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    run(sys.executable, "-m", "venv", "empty", folder=tmp_path)
-    python = tmp_path / "empty" / "bin" / "python"
-    run(python, "-m", "pip", "install", f"torch=={torch.__version__.partition('+')[0]}", folder=tmp_path)
+    python = copy(with_torch, tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     for package in (wheel, sdist):  # of the sdist, pip makes another wheel
         run(python, "-m", "pip", "install", "--force-reinstall", "--no-deps", package, folder=tmp_path)
         output = run(python.with_name("ddprun"), "--nproc-per-node", "2", "train.py", folder=tmp_path)
         assert "gradient of rank 0 [[3.0, 3.0, 3.0]]" in output, output  # the mean of 2 and 4
+
+
+@pytest.mark.night
+@pytest.mark.cold
+@pytest.mark.parametrize("extra", [None, "lightning", "torchbearer"])
+def test_what_is_not_installed_says_how_to_install_it(
+    built: Path, with_torch: Path, tmp_path: Path, extra: str | None
+) -> None:
+    (wheel,), python = built.glob("*.whl"), copy(with_torch, tmp_path)
+    run(python, "-m", "pip", "install", f"{wheel}[{extra}]" if extra else wheel, folder=tmp_path)
+    for line, (name, command) in zip(
+        run(python, "-c", IMPORTS, *INSTALL, folder=tmp_path).splitlines(), INSTALL.items(), strict=True
+    ):
+        assert line == f"{name} is here" if name == extra else f"{name} is missing: " in line and command in line
 
 
 def test_the_conda_recipe_agrees_with_the_metadata() -> None:

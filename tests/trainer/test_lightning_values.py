@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from kit.compare import assert_equal
+from kit.ranks import run_distributed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from shared_worlds import by_rank
@@ -544,3 +545,12 @@ def left_behind() -> Any:
 def test_metrics_are_left_as_they_were_and_nobody_is_advised_to_set_sync_dist() -> None:
     """A run leaves torchmetrics unchanged."""
     assert WORLD.returned(left_behind) == [({(None, False)}, [])] * 2
+
+
+def log_alone() -> list[str]:
+    """In a group of one process, such as one that has outlived the others."""
+    return warned(lambda: fit(OURS, LogsAll(), loader(29, 8), loader(13, 5, 9)), "sync_dist")
+
+
+def test_a_process_alone_in_its_group_is_not_advised_to_set_sync_dist() -> None:
+    assert run_distributed(log_alone, 1) == [[]]
