@@ -8,6 +8,7 @@ from typing import Any
 
 from ddp_callbacks.lightning._parts import is_accumulating
 from ddp_callbacks.lightning.packages import ROOTS
+from ddp_callbacks.lightning.replacement import Replacements
 
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector"
@@ -29,6 +30,7 @@ PRIVATE = (
     f"{_RESULT}:_Metadata.sync",
     f"{_RESULT}:_ResultCollection.__init__(self, training)",
     f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
+    f"{_RESULT}:_ResultCollection._get_cache uses _distributed_is_initialized",
     f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
     f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
     f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
@@ -44,6 +46,12 @@ PRIVATE = (
 def results_class(package: str) -> Any:
     """Return the class of the collection that holds a loop's logged values."""
     return importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
+
+
+def silence_advice(package: str, replacements: Replacements) -> None:
+    """Let Lightning not advise ``sync_dist=True``, as it does in a group of one process, too."""
+    home = importlib.import_module(f"{ROOTS[package]}.{_RESULT}")
+    replacements.set(home, "_distributed_is_initialized", lambda: False)
 
 
 def results_of(trainer: Any) -> Any:

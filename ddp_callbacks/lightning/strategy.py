@@ -26,7 +26,7 @@ from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning import _parts, loggers
+from ddp_callbacks.lightning import _logged, _parts, loggers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -206,7 +206,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
                 self._exit.callback(self._synchronizer.close)
             else:
                 self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)
-        if self.world_size > 1:
+        if self.world_size == 1:
+            _logged.silence_advice(self.package, self._exit)
+        else:
             broadcast_parameters(held)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             batches = Batches(weight, self._reduction, sums_weights=self._local is None)
