@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 UNEQUAL = "combined"  # loaders of different sizes draw by rank
-DOUBT = "was taken to hold the batch"  # while all batches have one size
+DOUBT = "was taken to hold the batch|holds the batch, earlier batches drew for another"  # if sizes are equal
+OTHER_AMOUNT = "has drawn another amount than rank 0"
 OF_OTHER_ROWS = "depends on rows of other processes"
 NO_SAMPLE = "has had no sample of a batch of an evaluation"
 
@@ -32,30 +34,48 @@ class Calls(nn.Module):
         return self.function(x) if self.training or self.always else x
 
 
-def inside(shape: tuple[int, ...], layer: nn.Module) -> nn.Module:
-    """A layer that sees each sample in this shape."""
-    return nn.Sequential(nn.Unflatten(1, shape), layer, nn.Flatten())
+class Shaped(nn.Module):
+    """Lets a layer see each sample in another shape."""
+
+    def __init__(self, layer: nn.Module, *shape: int, batch_first: bool = True) -> None:
+        super().__init__()
+        self.layer, self.shape, self.batch_first = layer, shape, batch_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = math.prod(self.shape)
+        h = x.repeat(1, -(-size // x.shape[1]))[:, :size].unflatten(1, self.shape)
+        h = self.layer(h) if self.batch_first else self.layer(h.transpose(0, 1)).transpose(0, 1)
+        return x + h.flatten(1)[:, : x.shape[1]].tanh()
+
+
+def shape(p: Build) -> tuple[int, int]:
+    """A part of a batch may have as many samples, or never."""
+    return (2, 3) if p.maybe(0.3) else (11, 12)
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
-DROPOUTS: dict[str, Callable[[float], nn.Module]] = {
-    "Dropout": nn.Dropout,
-    "inplace": lambda p: Calls(lambda x: F.dropout(x * 1.5, p, inplace=True)),
-    "Dropout1d": lambda p: inside((-1, 2), nn.Dropout1d(p)),
-    "Dropout2d": lambda p: inside((-1, 1, 2), nn.Dropout2d(p)),
-    "Dropout3d": lambda p: inside((-1, 1, 2, 1), nn.Dropout3d(p)),
-    "AlphaDropout": nn.AlphaDropout,
-    "FeatureAlphaDropout": lambda p: inside((-1, 2), nn.FeatureAlphaDropout(p)),
-    "F.dropout": lambda p: Calls(lambda x: F.dropout(x, p)),
-    "F.dropout1d": lambda p: inside((-1, 2), Calls(lambda x: F.dropout1d(x, p))),
-    "F.alpha_dropout": lambda p: Calls(lambda x: F.alpha_dropout(x, p, training=True)),
-    "torch.dropout": lambda p: Calls(lambda x: torch.dropout(x, p, True)),
-    "torch.feature_dropout": lambda p: inside((-1, 2), Calls(lambda x: torch.feature_dropout(x, p, True))),
-    "native_dropout": lambda p: Calls(lambda x: torch.native_dropout(x, p, True)[0]),
-    "recomputed": lambda p: Calls(lambda x: checkpoint(lambda h: F.dropout(h, p).sin(), x, use_reentrant=False)),
-    "twice": lambda p: nn.Sequential(*[nn.Dropout(p)] * 2),
-    "of_weights": lambda p: DropsWeights(p),
+DROPOUTS: dict[str, Callable[[float, int, int], nn.Module]] = {
+    "Dropout": lambda p, *_: nn.Dropout(p),
+    "inplace": lambda p, *_: Calls(lambda x: F.dropout(x * 1.5, p, inplace=True)),
+    "Dropout1d": lambda p, length, width: Shaped(nn.Dropout1d(p), width, length),
+    "Dropout2d": lambda p, length, width: Shaped(nn.Dropout2d(p), width, 1, length),
+    "Dropout3d": lambda p, length, width: Shaped(nn.Dropout3d(p), width, 1, length, 1),
+    "AlphaDropout": lambda p, *_: nn.AlphaDropout(p),
+    "FeatureAlphaDropout": lambda p, length, width: Shaped(nn.FeatureAlphaDropout(p), width, length),
+    "F.dropout": lambda p, *_: Calls(lambda x: F.dropout(x, p)),
+    "F.dropout1d": lambda p, length, width: Shaped(Calls(lambda x: F.dropout1d(x, p)), width, length),
+    "F.alpha_dropout": lambda p, *_: Calls(lambda x: F.alpha_dropout(x, p, training=True)),
+    "torch.dropout": lambda p, *_: Calls(lambda x: torch.dropout(x, p, True)),
+    "torch.feature_dropout": lambda p, length, width: Shaped(
+        Calls(lambda x: torch.feature_dropout(x, p, True)), width, length
+    ),
+    "native_dropout": lambda p, *_: Calls(lambda x: torch.native_dropout(x, p, True)[0]),
+    "recomputed": lambda p, *_: Calls(lambda x: checkpoint(lambda h: F.dropout(h, p).sin(), x, use_reentrant=False)),
+    "twice": lambda p, *_: nn.Sequential(*[nn.Dropout(p)] * 2),
+    "of_weights": lambda p, *_: DropsWeights(p),
+    "of_sequences": lambda p, length, width: Shaped(nn.Dropout(p), length, width),
+    "of_sequences_first": lambda p, length, width: Shaped(nn.Dropout(p), length, width, batch_first=False),
 }
 
 
@@ -74,70 +94,64 @@ class DropsWeights(nn.Module):
 def drops(p: Build, kind: str) -> None:
     p.allowed.append(DOUBT)
     share = p.rng.choice([0.1, 0.4])
-    p.insert(lambda: DROPOUTS[kind](share), p.maybe())
+    sizes = shape(p)
+    p.insert(lambda: DROPOUTS[kind](share, *sizes), p.maybe())
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, width: int, batch_first: bool) -> None:
         super().__init__()
-        self.layer = kind(3, 3, 2, dropout=0.3, batch_first=True)
+        self.layer = kind(width, width, 2, dropout=0.3, batch_first=batch_first)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(x.view(len(x), 2, 3))[0].flatten(1)
-
-
-class SequenceFirst(Recurrent):
-    def __init__(self, kind: Any) -> None:
-        super().__init__(kind)
-        self.layer.batch_first = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(x.view(len(x), 2, 3).transpose(0, 1))[0].transpose(0, 1).flatten(1)
+        return self.layer(x)[0]
 
 
 class Attends(nn.Module):
-    def __init__(self, heads: int = 1, of_torch: bool = True) -> None:
+    def __init__(self, width: int, need_weights: bool, heads: int = 1) -> None:
         super().__init__()
-        self.layer, self.of_torch = nn.MultiheadAttention(3, heads, 0.3, bias=False, batch_first=True), of_torch
+        self.layer = nn.MultiheadAttention(width, heads, 0.3, bias=False, batch_first=True)
+        self.need_weights = need_weights
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.view(len(x), 2, 3)
-        if self.of_torch:
-            return x + self.layer(h, h, h, need_weights=False)[0].flatten(1).tanh()
-        attended = F.scaled_dot_product_attention(h, h, h, dropout_p=0.3 if self.training else 0.0)
-        return x + attended.flatten(1).tanh()
+        return self.layer(x, x, x, need_weights=self.need_weights)[0]
 
 
-class Encodes(nn.Module):
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(3, 3, 5, 0.2, batch_first=batch_first, bias=False)
-        self.layers, self.batch_first = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), batch_first
-
+class Dots(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.view(len(x), 2, 3)
-        h = self.layers(h) if self.batch_first else self.layers(h.transpose(0, 1)).transpose(0, 1)
-        return x + h.flatten(1).tanh()
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "GRU": lambda: Recurrent(nn.GRU),
-    "LSTM": lambda: Recurrent(nn.LSTM),
-    "RNN": lambda: Recurrent(nn.RNN),
-    "GRU_sequence_first": lambda: SequenceFirst(nn.GRU),
-    "LSTM_sequence_first": lambda: SequenceFirst(nn.LSTM),
-    "MultiheadAttention": Attends,
-    "MultiheadAttention_3": lambda: Attends(3),
-    "sdpa": lambda: Attends(of_torch=False),
-    "Transformer": lambda: Encodes(True),
-    "Transformer_sequence_first": lambda: Encodes(False),
+def _encoder(width: int, batch_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, 3, 5, 0.2, batch_first=batch_first, bias=False)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "GRU": lambda length, width: Shaped(Recurrent(nn.GRU, width, True), length, width),
+    "LSTM": lambda length, width: Shaped(Recurrent(nn.LSTM, width, True), length, width),
+    "RNN": lambda length, width: Shaped(Recurrent(nn.RNN, width, True), length, width),
+    "GRU_sequence_first": lambda length, width: Shaped(
+        Recurrent(nn.GRU, width, False), length, width, batch_first=False
+    ),
+    "LSTM_sequence_first": lambda length, width: Shaped(
+        Recurrent(nn.LSTM, width, False), length, width, batch_first=False
+    ),
+    "MultiheadAttention": lambda length, width: Shaped(Attends(width, True), length, width),
+    "MultiheadAttention_without_weights": lambda length, width: Shaped(Attends(width, False, 3), length, width),
+    "sdpa": lambda length, width: Shaped(Dots(), length, width),
+    "Transformer": lambda length, width: Shaped(_encoder(width, True), length, width),
+    "Transformer_sequence_first": lambda length, width: Shaped(
+        _encoder(width, False), length, width, batch_first=False
+    ),
 }
 
 
 @part(each=LAYERS, without=UNEQUAL)
 def drops_inside(p: Build, layer: str) -> None:
     p.allowed.append(DOUBT)
-    p.insert(LAYERS[layer], True)
+    sizes = shape(p)
+    p.insert(lambda: LAYERS[layer](*sizes), True)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -200,13 +214,13 @@ NOISE: dict[str, Change] = {
     "now_and_then": _now_and_then,
     "as_often_as_drawn": _as_often_as_drawn,
 }
-NOT_TOLD = ("rrelu", "poisson", "gamma")  # how much they draw, depends on the rows
+NOT_TOLD = ("rrelu", "poisson", "gamma", "beta")  # how much they draw, depends on the rows
 
 
 def noise_of(p: Build, kind: str) -> Change:
     p.allowed.append(DOUBT)
     if kind in NOT_TOLD:
-        p.allowed.append(OF_OTHER_ROWS)
+        p.allowed += [OF_OTHER_ROWS, OTHER_AMOUNT]
     return NOISE[kind]
 
 

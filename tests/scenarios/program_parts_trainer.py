@@ -177,7 +177,7 @@ class AnnealedModule(nn.Module):
         return loss * (1 + 0.2 * self.calls.clamp(max=5))
 
 
-@trainer_part(can_be_cut=False)
+@trainer_part(can_be_cut=False, without="loss_module")
 def loss_object(p: TrainerBuild) -> None:
     p.extend(lambda module: setattr(module, "anneal", Annealed()), lambda module, loss, batch: module.anneal(loss))
 

@@ -120,7 +120,7 @@ class Outcome:
     """
     Attributes:
         error: The traceback, if it has raised.
-        message: Of the error, without the traceback of another rank in it.
+        message: Of the error; of the traceback of another rank in it, the last line.
         allowed: The patterns of errors that it may raise.
     """
 
@@ -152,7 +152,8 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
             extra = trials.Extra(way, folder, moment, resumes)
             return Outcome(script(extra), extra.moments, allowed=allowed)
     except Exception as error:
-        return Outcome(None, 0, traceback.format_exc(), str(error).split("traceback:")[0], allowed)
+        before, _, of_peer = str(error).partition("traceback:")
+        return Outcome(None, 0, traceback.format_exc(), before + of_peer.strip().rpartition("\n")[2], allowed)
 
 
 def execute_alone(program: Program, folder: Path) -> Outcome:
