@@ -50,7 +50,7 @@ class Shaped(nn.Module):
 
 def shape(p: Build) -> tuple[int, int]:
     """A part of a batch may have as many samples, or never."""
-    return (2, 3) if p.maybe(0.3) else (11, 12)
+    return (2, 6) if p.maybe(0.3) else (11, 12)
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
