@@ -367,6 +367,7 @@ class Run:
         results.end_pass()
         if self._trainer.training or self._trainer.state.fn != "fit":
             self._draws.warn()
+            self._transferring.warn()
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))

@@ -197,8 +197,9 @@ class ShardData(DistributedCallback):
     @contextmanager
     def _end_epoch(self, _: State) -> Iterator[None]:
         yield
-        if self._draws is not None:
-            self._draws.warn()
+        for draws in (self._draws, self._sampling):
+            if draws is not None:
+                draws.warn()
 
     def on_start_validation(self, state: State) -> None:
         self.on_start_training(state)

@@ -476,7 +476,7 @@ def behind_a_run_that_has_failed(p: TrialBuild) -> None:
     def attempt() -> None:
         made = trials.trial(Extra(p.extra.way)() if p.extra.way else [], callbacks=[fail])
         with contextlib.suppress(ArithmeticError, PeerError):
-            trials.train(made, DataLoader(p.data(20), 6, shuffle=True))
+            trials.train(made, DataLoader(trials.data(20), 6, shuffle=True))
 
     p.before.insert(0, attempt)
 
