@@ -140,12 +140,14 @@ class RunRandomState:
 
     Attributes:
         draws: What gives the batches of the run their random numbers, if anything does.
+        of_hooks: The same, for the hooks that get a batch before it is computed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._accepted: list[Any] = [None] * GLOBAL
         self.draws: WholeDraws | None = None
+        self.of_hooks: WholeDraws | None = None
 
     def synchronize(self) -> None:
         """Continue on all ranks from rank 0's state. A collective."""

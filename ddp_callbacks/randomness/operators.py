@@ -39,7 +39,7 @@ def draws(operator: OpOverload) -> bool:
 def kind_of(operator: OpOverload, arguments: Mapping[str, Any]) -> Kind:
     """Return how to draw this call of a drawing operator for the whole batch; see the table above."""
     name = base_name(operator)
-    arguments = _defaults(operator) | arguments
+    arguments = {**_defaults(operator), **arguments}
     probability = arguments.get("dropout_p", arguments.get("dropout"))
     is_training = arguments.get("train", arguments.get("training"))
     if name in _NO_DRAW or "backward" in name or probability == 0 or is_training is False:

@@ -118,7 +118,7 @@ class ShardData(DistributedCallback):
             self._divide_all(state)
         if self._draws is None:
             self._draws, self._sampling = (WholeDraws(state[torchbearer.MODEL], self.rank) for _ in range(2))
-        self.random_state.draws = self._draws
+        self.random_state.draws, self.random_state.of_hooks = self._draws, self._sampling
         self.random_state.synchronize()
         state[RUN_RANDOM_STATE] = self.random_state
 

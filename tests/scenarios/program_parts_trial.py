@@ -89,8 +89,7 @@ class TrialBuild(Build):
         self.callbacks.append(Changes())
 
     def change_predictions(self, change: Change) -> None:
-        inner = self.criterion
-        self.criterion = lambda prediction, target: inner(change(prediction), target)
+        self.criterion = Changed(change, self.criterion)
 
     def change_gradients(self, change: Callable[[Any], None]) -> None:
         class Changes(Callback):
@@ -98,6 +97,15 @@ class TrialBuild(Build):
                 change(state[torchbearer.MODEL].parameters())
 
         self.callbacks.append(Changes())
+
+
+class Changed(nn.Module):
+    def __init__(self, change: Change, inner: Any) -> None:
+        super().__init__()
+        self.change, self.inner = change, inner
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.inner(self.change(prediction), target)
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a draw that cannot be told in a hook of a Trainer's batch": Program("trainer", 0, ("noise_in_batches=rrelu",)),
     "noise in gradients of a step by hand": Program("trainer", 0, ("by_hand", "noise_in_gradients=torch")),
     "attention in an evaluation": Program("trainer", 3, ("drops_inside=MultiheadAttention_without_weights",)),
+    "samples of which few draw": Program("trainer", 200490, ("augments=sometimes",)),
+    "a hook of a Trial's batch, in which the first batch is compared": Program("trial", 0, ("noise_in_batches=rand",)),
     "samples that draw in each pass": Program("trainer", 200008, ("augments=numpy",)),
 }
 REFUSED = [name for name in FOUND if name.startswith("a draw that cannot be told")]
