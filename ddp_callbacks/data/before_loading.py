@@ -95,6 +95,7 @@ class Part(Source):
             try:
                 batch = next(batches)
             except StopIteration:
+                loading.end_pass()
                 return
             finally:
                 loading.end()

@@ -26,7 +26,6 @@ class Start(NamedTuple):
     """Where a pass of a resumable loader begins.
 
     Attributes:
-        number: The number of the pass, from 0.
         before: The random states when ``iter`` was called.
         position: The position of an earlier run; ``None``: the pass begins at the first batch.
         last: Where the pass before, of an earlier run, ended, if it is to be compared.
@@ -34,7 +33,6 @@ class Start(NamedTuple):
         plain: A copy of them when ``iter`` was called.
     """
 
-    number: int
     before: State
     position: Mapping[str, Any] | None
     last: Mapping[str, Any] | None
@@ -72,9 +70,11 @@ class Source:
 
     Attributes:
         is_stateful: Whether the loader resumes by a ``state_dict`` of its own.
+        passes: The number of passes that have begun.
     """
 
     is_stateful = False
+    passes = 0
 
     def __init__(
         self, loader: Any, objects: Mapping[str, object], divider: Divider, group: dist.ProcessGroup | None

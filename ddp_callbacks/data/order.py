@@ -53,7 +53,7 @@ class Order(Iterable[Any]):
         self._sampler, self._sources, self._group, divider = sampler, source.sources, source.group, source.divider
         self._is_sent = divider.division != "own" and divider.world_size > 1
         self._runs_sampler = not self._is_sent or divider.rank == 0
-        self._start = start
+        self._start, self._number = start, source.passes
         self._begin: State | None = None
         self._batches: Iterator[Any] | None = None  # the sampler's iterator, on ranks that run it
         self._again: list[Any] = []  # the next block, if an earlier run drew it
@@ -83,8 +83,7 @@ class Order(Iterable[Any]):
             set_global_state(self._begin, self._sources)
         self._begin = get_global_state(self._sources)
         self._attributes = self._start.attributes.take() if self._start else {}
-        number_of_pass = self._start.number if self._start else 0
-        self.seed = self.seed or digest_of(number_of_pass, self._begin[0], *self._begin[GLOBAL:])
+        self.seed = self.seed or digest_of(self._number, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState()
         with self._state.drawing():
             self._batches, self._is_fixed = begin_at(self._sampler, number)

@@ -45,7 +45,6 @@ class Resumable(ShardedLoader):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._passes = 0  # number of passes that have begun
         self._pass: Pass | None = None  # the last one that has begun in this run
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._last: Mapping[str, Any] | None = None  # where the pass before, of an earlier run, ended
@@ -79,7 +78,7 @@ class Resumable(ShardedLoader):
             "about": self._about(),
             "rank": self._source.divider.rank,
             "world_size": self._source.divider.world_size,
-            "passes": self._passes - (self._pass is not None and is_within),
+            "passes": self._source.passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
             "has_workers": isinstance(self.loader, DataLoader) and has_persistent_workers(self.loader),
@@ -104,7 +103,7 @@ class Resumable(ShardedLoader):
         self.shares.clear()
         self._pass, self._resumed = None, state["pass"]
         self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
-        self._passes = state["passes"]
+        self._source.passes = state["passes"]
         if isinstance(self.loader, DataLoader):
             note_workers(self.loader, state["has_workers"])
         set_generators(self._source.sources, state["generators"])
@@ -117,7 +116,7 @@ class Resumable(ShardedLoader):
         """Forget the position that :meth:`load_state_dict` has set: the next pass begins at the first batch. Local."""
         if self._resumed is not None:
             self._last = _to_compare(self._resumed)
-            self._resumed, self._passes = None, self._passes + 1
+            self._resumed, self._source.passes = None, self._source.passes + 1
 
     def __iter__(self) -> ShardedIterator:
         before, resumed = get_global_state(self._source.sources), self._resumed
@@ -126,10 +125,10 @@ class Resumable(ShardedLoader):
                 f"a {type(self.loader).__name__} cannot begin a pass again: it continues where the last one ended. To "
                 "resume, give an iterable whose __iter__ begins a pass."
             )
-        start = Start(self._passes, before, resumed, self._last, self.attributes, self.attributes.take())
+        start = Start(before, resumed, self._last, self.attributes, self.attributes.take())
         self._resumed = self._last = None
         iterator = self._iterate(start)
-        self._pass, self._passes = iterator.current, self._passes + 1
+        self._pass = iterator.current
         if resumed is not None:
             set_global_state(before, () if resumed["drawn"] else self._source.sources)
         return iterator

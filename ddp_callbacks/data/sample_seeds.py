@@ -68,7 +68,7 @@ def _arrive(index: Any, seeds: tuple[int, ...]) -> Any:
 class Loading:
     """Keeps the random state of a process apart from what it draws while it loads samples itself.
 
-    A data set that has drawn nothing for the first batch gets no seeds, until it draws.
+    A data set that has drawn nothing in a whole pass gets no seeds, until it draws.
     """
 
     def __init__(self) -> None:
@@ -90,16 +90,20 @@ class Loading:
             fresh = None if self._draws else get_global_state()
             yield index
             has_drawn = has_drawn or fresh is None or not is_same_state(fresh, get_global_state())
-        self._draws = has_drawn
+        self._draws = has_drawn or None
 
     def seed(self, *seeds: int) -> None:
         """Seed what this process draws for a sample that it loads by itself. :meth:`end` must follow."""
         self._before, self._has_seeded = get_global_state(), True
         seed_cpu(digest_of(*seeds))
 
+    def end_pass(self) -> None:
+        """Note whether the data set has drawn."""
+        self._draws = bool(self._draws)
+
     def end(self) -> None:
         """Draw on from the state before, if samples were loaded since."""
         before, self._before = self._before, None
         if before is not None and not is_same_state(before, get_global_state()):
-            self._draws = self._draws or not self._has_seeded
+            self._draws = self._draws if self._has_seeded else True
             set_global_state(before)

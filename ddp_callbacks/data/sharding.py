@@ -136,6 +136,7 @@ class ShardedLoader:
             self.shares.clear()  # nobody uses what was fetched ahead of a pass that a limit, or a new pass, has ended
         iterator = self._source.iterate(self.shares, self.limit, start)
         self._running = weakref.ref(iterator)
+        self._source.passes += 1
         return iterator
 
 

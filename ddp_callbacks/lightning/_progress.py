@@ -39,6 +39,7 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _last_val_dl_reload_epoch, _seen_batches_per_dataloader",
+    "loops.evaluation_loop:_EvaluationLoop.setup_data uses _combined_loader, _should_reload_val_dl",
     "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
     "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches",
     "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
@@ -177,6 +178,13 @@ def _without_information() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def keep_count(val_loop: Any, set_up: Callable[[], None]) -> None:
+    """Set up the loaders of the validations of a fit that goes on, whose batches are counted on."""
+    seen = {} if val_loop._should_reload_val_dl else dict(val_loop._seen_batches_per_dataloader)
+    set_up()
+    val_loop._seen_batches_per_dataloader.update(seen)
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def draws(operator: OpOverload) -> bool:
 def kind_of(operator: OpOverload, arguments: Mapping[str, Any]) -> Kind:
     """Return how to draw this call of a drawing operator for the whole batch; see the table above."""
     name = base_name(operator)
+    arguments = {**_defaults(operator), **arguments}
     probability = arguments.get("dropout_p", arguments.get("dropout"))
     is_training = arguments.get("train", arguments.get("training"))
     if name in _NO_DRAW or "backward" in name or probability == 0 or is_training is False:
@@ -54,6 +55,11 @@ def kind_of(operator: OpOverload, arguments: Mapping[str, Any]) -> Kind:
 def base_name(operator: OpOverload) -> str:
     """Return the operator's name without its overload and the underscore of in-place operators."""
     return str(operator._schema.name).partition("::")[2].removesuffix("_")
+
+
+@functools.cache
+def _defaults(operator: OpOverload) -> dict[str, Any]:
+    return {each.name: each.default_value for each in operator._schema.arguments if each.has_default_value()}
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,16 @@ from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, wrap_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight, fraction_of
-from ddp_callbacks.torchbearer.state import SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, in_training_pass, share_of
+from ddp_callbacks.torchbearer.state import (
+    RUN_RANDOM_STATE,
+    SHARE,
+    STEP_TIMES,
+    WEIGHS_LOSS,
+    State,
+    held_by,
+    in_training_pass,
+    share_of,
+)
 from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_verify
 from ddp_callbacks.weighing import weigh_terms_of_parameters
 
@@ -262,7 +271,9 @@ class AllReduceGradients(WeighsLoss):
 
         trial = state[torchbearer.SELF]
         parts = [state[torchbearer.MODEL], state[torchbearer.CRITERION]]
-        check_first_batch(verify, Computation(parts, compute, {id(trial): trial}), load, self.process_group)
+        draws = state[RUN_RANDOM_STATE].draws if RUN_RANDOM_STATE in state else None
+        with nullcontext() if draws is None else draws.aside():
+            check_first_batch(verify, Computation(parts, compute, {id(trial): trial}), load, self.process_group)
 
 
 class AverageParameters(WeighsLoss):

@@ -121,6 +121,16 @@ def test_a_state_that_was_saved_on_any_rank_continues_on_all() -> None:
     assert draw() == expected == draws(700, 1)[0]
 
 
+def test_samples_of_which_few_draw_draw_under_seeds_from_the_first_on() -> None:
+    loading, found = Loading(), []
+    for number, augments in enumerate((False, False, True)):
+        for _ in SeededIndices([7, 8], (5, number), 3, loading):
+            found.append(draw() if augments else [])
+        loading.end()
+    seed_cpu(digest_of(5, 2, 3))
+    assert found[-2] == draw()
+
+
 def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:
     loading, found = Loading(), []
     seed_all(800)
@@ -128,6 +138,8 @@ def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process
         for _ in SeededIndices([7, 8], (5, number), 3, loading):
             found.append(draw() if augments else [])
         loading.end()
+        if number == 1:
+            loading.end_pass()
     for place, drawn in enumerate(found[-2:], 3):
         seed_cpu(digest_of(5, 3, place))
         assert drawn == draw()

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from ddp_callbacks import resumable_loader
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.samplers import LazyRandomSampler
+from ddp_callbacks.data.sharding import ShardedDataLoader
 from ddp_callbacks.errors import ConfigurationError
 
 NUMBERS: Any = range(SAMPLES)
@@ -89,6 +90,24 @@ def test_between_passes_the_next_one_begins_afresh() -> None:
     loader.load_state_dict(state)
     loader.start_afresh()
     assert lists(loader) == third
+
+
+class Augmented(Dataset[float]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random()
+
+
+def test_in_each_pass_samples_draw_alike_with_a_state_and_without() -> None:
+    def passes(make: Callable[[Any], Any]) -> list[Any]:
+        seed_all(0)
+        loader = make(DataLoader(Augmented(), 4))
+        return [lists(loader) for _ in range(2)]
+
+    divided = passes(lambda loader: ShardedDataLoader(loader, "global", None, 1))
+    assert divided == passes(resumable_loader) and divided[0] != divided[1]
 
 
 @pytest.mark.parametrize("steps", [3, 10])

@@ -320,6 +320,15 @@ def test_what_cannot_be_told_draws_by_rank_and_keeps_one_random_state(name: str)
         everyone[0].warn()
 
 
+def test_attention_that_draws_nothing_in_an_evaluation_is_no_draw() -> None:
+    attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True, dtype=torch.float64).eval()
+    draws = WholeDraws(attention, 0)
+    with torch.no_grad():
+        drawn(draws, lambda x: attention(x, x, x, need_weights=False)[0], 4, 9)
+        drawn(draws, lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]), 4, 9)
+    draws.warn()
+
+
 def test_a_model_that_draws_nothing_is_only_watched() -> None:
     draws = WholeDraws(nn.Identity(), 0)
     drawn(draws, torch.sin, 4, 9)

@@ -145,6 +145,19 @@ def test_a_finished_fit_does_nothing(tmp_path: Path) -> None:
     assert again["callback_metrics"] == whole["callback_metrics"] != {}
 
 
+class LogsValidationSteps(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), on_step=True)
+
+
+def test_batches_of_later_validations_are_counted_on(tmp_path: Path) -> None:
+    options = {"max_epochs": 4, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+    whole = fit(tmp_path / "whole.ckpt", module=LogsValidationSteps(), **options)
+    fit(tmp_path / "cut.ckpt", 10, module=LogsValidationSteps(), **options)
+    found = fit(tmp_path / "cut.ckpt", module=LogsValidationSteps(), **options)["logged"]
+    assert found == whole["logged"][-len(found) :]
+
+
 @pytest.mark.parametrize("every", [2, timedelta(microseconds=1)])
 def test_what_was_written_now_and_then_is_gone_on_from(tmp_path: Path, every: Any) -> None:
     """A fit resumes from what `every` wrote."""

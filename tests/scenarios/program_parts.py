@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 
 
@@ -23,6 +24,7 @@ class Part:
         kind: Of several parts of a kind a program has one.
         without: The kinds, or names of functions, that it does not go with.
         can_be_cut: Its state is in a checkpoint, by the rules of the documentation.
+        samples_draw: When they are loaded. One process does so as several do if it has a ``Resume``.
     """
 
     function: Callable[..., None]
@@ -30,6 +32,7 @@ class Part:
     kind: str
     without: tuple[str, ...]
     can_be_cut: bool
+    samples_draw: bool
 
     @property
     def name(self) -> str:
@@ -47,6 +50,7 @@ class Part:
 
 PARTS: dict[str, dict[str, Part]] = {"trainer": {}, "trial": {}}
 Function = Callable[..., None]
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def part(
@@ -55,12 +59,13 @@ def part(
     without: str = "",
     each: Iterable[str] = ("",),
     can_be_cut: bool = True,
+    samples_draw: bool = False,
 ) -> Callable[[Function], Function]:
     """Make a part of a function; with ``each``, one for each of these arguments."""
 
     def decorator(function: Function) -> Function:
         for variant in each:
-            made = Part(function, variant, kind or function.__name__, tuple(without.split()), can_be_cut)
+            made = Part(function, variant, kind or function.__name__, tuple(without.split()), can_be_cut, samples_draw)
             for host in hosts.split():
                 PARTS[host][made.name] = made
         return function
@@ -95,6 +100,22 @@ class Build:
 
     def maybe(self, chance: float = 0.5) -> bool:
         return self.rng.random() < chance
+
+    def insert(self, layer: Callable[[], nn.Module], is_first: bool) -> None:
+        """Let the model have a layer in front, or near its end."""
+        raise NotImplementedError
+
+    def change_batches(self, change: Change) -> None:
+        """In a hook."""
+        raise NotImplementedError
+
+    def change_predictions(self, change: Change) -> None:
+        """In the loss."""
+        raise NotImplementedError
+
+    def change_gradients(self, change: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        """Once they are those of the whole batch."""
+        raise NotImplementedError
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -256,7 +277,7 @@ def workers(p: Build, count: str) -> None:
     )
 
 
-@part(kind="train")
+@part(kind="train", without="ends_epochs_early limits")  # which leave the pass: the next may have other workers
 def iterable_with_other_workers_after_a_cut(p: Build) -> None:
     p.train = DataLoader(Sized(p.data(20)), 3, num_workers=1 + p.goes_on)
     p.allowed.append("num_workers|worker|does not yield the batches")

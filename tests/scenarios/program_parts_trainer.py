@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader
-from program_parts import CONTAINERS, PLAIN, Build, add, calls_in, part
+from program_parts import CONTAINERS, PLAIN, Build, Change, add, calls_in, part
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -79,6 +79,20 @@ class TrainerBuild(Build):
         states = [optimizer.state_dict()["state"] for optimizer in self.trainer.optimizers]
         found = trainers.outcome(self.trainer, self.module)
         return found | {"optimizers": copy.deepcopy(states), "seen": [*self.module.seen]}
+
+    def insert(self, layer: Callable[[], nn.Module], is_first: bool) -> None:
+        self.extend(lambda module: module.layers.insert(0 if is_first else -1, layer().double()))
+        self.classes.insert(0, self.classes.pop())  # before others copy the layers
+
+    def change_batches(self, change: Change) -> None:
+        hook = self.rng.choice(["on_before_batch_transfer", "on_after_batch_transfer"])
+        self.extend(None, None, **{hook: lambda module, batch, index: [change(batch[0]), batch[1]]})
+
+    def change_predictions(self, change: Change) -> None:
+        self.extend(None, lambda module, loss, batch: loss + F.cross_entropy(change(module(batch[0])), batch[1]))
+
+    def change_gradients(self, change: Callable[[Any], None]) -> None:
+        self.extend(on_before_optimizer_step=lambda module, optimizer: change(module.parameters()))
 
     def extend(
         self,
@@ -163,7 +177,7 @@ class AnnealedModule(nn.Module):
         return loss * (1 + 0.2 * self.calls.clamp(max=5))
 
 
-@trainer_part(can_be_cut=False)
+@trainer_part(can_be_cut=False, without="loss_module")
 def loss_object(p: TrainerBuild) -> None:
     p.extend(lambda module: setattr(module, "anneal", Annealed()), lambda module, loss, batch: module.anneal(loss))
 

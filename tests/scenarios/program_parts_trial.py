@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torchbearer
 import trials
-from program_parts import CONTAINERS, Build, add, calls_in, part
+from program_parts import CONTAINERS, Build, Change, add, calls_in, part
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,6 +74,38 @@ class TrialBuild(Build):
         others = [each.state_dict() for each in self.also_trained]
         states = self.trial.state[torchbearer.OPTIMIZER].state_dict()["state"]
         return trials.outcome(self.trial, history, others=copy.deepcopy(others), optimizer=copy.deepcopy(states))
+
+    def insert(self, layer: Callable[[], nn.Module], is_first: bool) -> None:
+        made = layer().double()
+        self.model = nn.Sequential(made, self.model) if is_first else nn.Sequential(self.model, made)
+
+    def change_batches(self, change: Change) -> None:
+        class Changes(Callback):
+            def on_sample(self, state: Any) -> None:
+                state[torchbearer.X] = change(state[torchbearer.X])
+
+            on_sample_validation = on_sample
+
+        self.callbacks.append(Changes())
+
+    def change_predictions(self, change: Change) -> None:
+        self.criterion = Changed(change, self.criterion)
+
+    def change_gradients(self, change: Callable[[Any], None]) -> None:
+        class Changes(Callback):
+            def on_backward(self, state: Any) -> None:
+                change(state[torchbearer.MODEL].parameters())
+
+        self.callbacks.append(Changes())
+
+
+class Changed(nn.Module):
+    def __init__(self, change: Change, inner: Any) -> None:
+        super().__init__()
+        self.change, self.inner = change, inner
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.inner(self.change(prediction), target)
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -452,7 +484,7 @@ def behind_a_run_that_has_failed(p: TrialBuild) -> None:
     def attempt() -> None:
         made = trials.trial(Extra(p.extra.way)() if p.extra.way else [], callbacks=[fail])
         with contextlib.suppress(ArithmeticError, PeerError):
-            trials.train(made, DataLoader(p.data(20), 6, shuffle=True))
+            trials.train(made, DataLoader(trials.data(20), 6, shuffle=True))
 
     p.before.insert(0, attempt)
 

@@ -34,6 +34,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import program_parts_draws  # noqa: F401  (it adds its parts)
 import torch
 import torch.distributed as dist
 import trainers
@@ -68,6 +69,10 @@ class Program:
     seed: int
     parts: tuple[str, ...]
     cut: float | None = None
+
+    @property
+    def all_parts(self) -> list[Part]:
+        return [PARTS[self.host][name] for name in self.parts]
 
     @property
     def key(self) -> str:
@@ -115,7 +120,7 @@ class Outcome:
     """
     Attributes:
         error: The traceback, if it has raised.
-        message: Of the error, without the traceback of another rank in it.
+        message: Of the error; of the traceback of another rank in it, the last line.
         allowed: The patterns of errors that it may raise.
     """
 
@@ -133,11 +138,11 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
     def script(within: Any) -> Any:
         build = (TrainerBuild if program.host == "trainer" else TrialBuild)(program.seed, within)
         build.allowed = allowed
-        for name in program.parts:
-            PARTS[program.host][name].add_to(build)
+        for each in sorted(program.all_parts, key=lambda part: not part.samples_draw):  # loaders come behind their data
+            each.add_to(build)
         return build.run()
 
-    resumes = way is not None and program.cut is not None
+    resumes = way is not None and (program.cut is not None or way.size == 1)
     if way is not None and program.seed % 2:
         way = dataclasses.replace(way, resume=(("every", 2),))
     try:
@@ -147,7 +152,8 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
             extra = trials.Extra(way, folder, moment, resumes)
             return Outcome(script(extra), extra.moments, allowed=allowed)
     except Exception as error:
-        return Outcome(None, 0, traceback.format_exc(), str(error).split("traceback:")[0], allowed)
+        before, _, of_peer = str(error).partition("traceback:")
+        return Outcome(None, 0, traceback.format_exc(), before + of_peer.strip().rpartition("\n")[2], allowed)
 
 
 def execute_alone(program: Program, folder: Path) -> Outcome:
@@ -156,24 +162,28 @@ def execute_alone(program: Program, folder: Path) -> Outcome:
     if not path.exists():
         kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         with unittest.mock.patch.dict(os.environ, kept, clear=True):
-            truth = execute(program, None, str(folder))
+            way = Way(1) if any(each.samples_draw for each in program.all_parts) else None
+            truth = execute(program, way, f"{folder}/alone")
             if "lbfgs" in program.parts and not truth.error:
-                truth.error = _sensitivity(program, truth, folder)
+                truth.error = _sensitivity(program, way, truth, folder)
             path.write_bytes(pickle.dumps(truth))
     return pickle.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
-def _sensitivity(program: Program, truth: Outcome, folder: Path) -> str:
-    """What differs if the data change by their last bits, which LBFGS may make large: such numbers are no truth."""
+def _sensitivity(program: Program, way: Way | None, truth: Outcome, folder: Path) -> str:
+    """What differs if the data change by their last bits, which LBFGS may make large: such numbers are no truth.
+
+    By more than one: each step rounds in another way.
+    """
     exact = trainers.data
 
     def moved(*args: Any) -> Any:
         x, y = exact(*args).tensors
-        return TensorDataset(x * (1 + 1e-15), y)
+        return TensorDataset(x * (1 + 1e-14 * torch.rand_like(x)), y)
 
     with unittest.mock.patch.object(trainers, "data", moved):
-        found = [*differences(execute(program, None, str(folder)).result, truth.result)]
-    return "\n".join(["changes of 1e-15 in the data grow beyond the tolerance", *found]) if found else ""
+        found = [*differences(execute(program, way, f"{folder}/again").result, truth.result)]
+    return "\n".join(["changes of 1e-14 in the data grow beyond the tolerance", *found]) if found else ""
 
 
 def differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
@@ -248,7 +258,8 @@ def prove(programs: Iterable[Program], way: Way) -> Verdicts:
     programs = list(dict.fromkeys(programs))
     with tempfile.TemporaryDirectory() as name:
         for program in programs:
-            Path(name, program.key, "files").mkdir(parents=True)
+            for folder in ("files", "alone", "again"):
+                Path(name, program.key, folder).mkdir(parents=True)
         found = _run(programs, way, Path(name))
         were_cut = [program for program in programs if found[program][0] == "cut"]
         second = dataclasses.replace(way, size=way.resumed_on, resumed_on=0)
@@ -314,7 +325,7 @@ def _one_of_each_kind(found: Verdicts) -> Verdicts:
 
 
 def script_of(program: Program, way: Way) -> str:
-    sources = [inspect.getsource(PARTS[program.host][name].function) for name in program.parts]
+    sources = [inspect.getsource(each.function) for each in program.all_parts]
     text = "\n".join(f"# {line}" for source in sources for line in source.splitlines())
     return f"""# python SCRIPT runs it alone, then on {way.size} processes; it goes on on {way.resumed_on} if it is cut.
 import sys

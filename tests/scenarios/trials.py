@@ -197,6 +197,7 @@ def trial(
     ).to(DEVICE, torch.float64)
     torch.manual_seed(5)
     random.seed(5)
+    numpy.random.seed(5)
     return made
 
 
