@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"

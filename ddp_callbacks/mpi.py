@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ddp_callbacks._torch import Backend, timeout_in
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
 from ddp_callbacks.process_group.failures import LINGER, wait

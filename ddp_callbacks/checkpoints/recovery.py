@@ -23,10 +23,10 @@ from ddp_callbacks.checkpoints.disk import load_whole
 from ddp_callbacks.checkpoints.format import Saved, Shared, make_file, pack_own
 from ddp_callbacks.checkpoints.resume import Content, Interval, ResumableRun, ResumeOptions
 from ddp_callbacks.checkpoints.transfer import broadcast_file
+from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank
 from ddp_callbacks.data.attributes import decode, encode
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
-from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import PeerError, say
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.survivors import (

@@ -23,7 +23,7 @@ from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
-from ddp_callbacks.replicas import running_statistics
+from ddp_callbacks.replicas.parameters import running_statistics
 
 Every = int | timedelta | None
 """When to write a file apart from stops; see :class:`ResumeOptions`."""

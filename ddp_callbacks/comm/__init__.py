@@ -5,14 +5,10 @@
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
 - :mod:`.collectives`: plain data, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`, :mod:`.equality`: consistency checks of settings and of tensors
+  :mod:`.agreement`: are settings equal on all ranks
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory` (in :mod:`.segments`),
   :mod:`.hierarchical`
-- :mod:`.batch_statistics`: the exchanges of batch normalization
-- :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;
-  :mod:`.bucket_sums`: the sums of the buckets; :mod:`.metadata`: the numbers sent behind them
-- :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and compressed gradients
 """
 
 from ddp_callbacks.comm.agreement import require_agreement
@@ -24,10 +20,8 @@ from ddp_callbacks.comm.collectives import (
     broadcast,
     broadcast_object,
 )
-from ddp_callbacks.comm.hooks import GradBucket
 
 __all__ = [
-    "GradBucket",
     "all_gather_object",
     "all_reduce",
     "any_rank",

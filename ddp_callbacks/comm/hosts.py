@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
+from ddp_callbacks.cluster import environment
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import Calls, HierarchicalAllReduce, start_thread
 from ddp_callbacks.comm.mailbox import LocalRanks, Mailbox, make_inbox

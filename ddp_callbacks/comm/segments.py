@@ -13,8 +13,8 @@ import os
 
 import torch
 
-from ddp_callbacks import environment
 from ddp_callbacks._torch import outside_inference_mode, shared_storage
+from ddp_callbacks.cluster import environment
 from ddp_callbacks.errors import ConfigurationError
 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"

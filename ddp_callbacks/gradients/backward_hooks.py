@@ -12,10 +12,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
-from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.buckets import Bucket
 from ddp_callbacks.gradients.reducer import Reducer
-from ddp_callbacks.weighing import trainable
+from ddp_callbacks.gradients.weighing import trainable
 
 Hook = Callable[[torch.Tensor], None]
 

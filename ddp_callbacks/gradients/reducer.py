@@ -25,16 +25,16 @@ from functools import partial
 import torch
 
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.collectives import all_reduce
-from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.metadata import MetadataFormat
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.bucket_sums import BucketSums
+from ddp_callbacks.gradients.buckets import Bucket, Forecast, assign_buckets
+from ddp_callbacks.gradients.flat_buffer import BufferPool
+from ddp_callbacks.gradients.metadata import MetadataFormat
+from ddp_callbacks.gradients.weighing import Weighing
 from ddp_callbacks.process_group.presence import presence
-from ddp_callbacks.step_times import StepTimes
-from ddp_callbacks.weighing import Weighing
+from ddp_callbacks.replicas.step_times import StepTimes
 
 _BACKWARD_FOR_ALL = (
     "Call backward for each batch on every rank, of loss * 0 if its part must not count: otherwise gradients of "

@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import BucketSums, EngineOptions
-from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
+from ddp_callbacks.gradients.bucket_sums import BucketSums, EngineOptions
+from ddp_callbacks.gradients.comm_hooks import CommHook
+from ddp_callbacks.gradients.compression import Compress
 from ddp_callbacks.gradients.reducer import Reducer
+from ddp_callbacks.gradients.weighing import Undo
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replicas import broadcast_all
-from ddp_callbacks.step_times import StepTimes
-from ddp_callbacks.weighing import Undo
+from ddp_callbacks.replicas.parameters import broadcast_all
+from ddp_callbacks.replicas.step_times import StepTimes
 
 
 class GradientSynchronizer:

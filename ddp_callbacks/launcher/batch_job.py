@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ddp_callbacks.schedulers import output_of
+from ddp_callbacks.cluster.schedulers import output_of
 
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
 _PBS_START = ("stime", "start_time")  # PBS Pro, Torque

@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
+from ddp_callbacks.cluster.schedulers import is_shell_of_step, unknown_launcher
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.join import join
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import describe
 from ddp_callbacks.reporting.stacks import ask_for_stacks
 from ddp_callbacks.reporting.status import show_status
-from ddp_callbacks.schedulers import is_shell_of_step, unknown_launcher
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 try:
     import ddp_callbacks
-    from ddp_callbacks.network import address_for_others, is_for_others, own_addresses
+    from ddp_callbacks.cluster.network import address_for_others, is_for_others, own_addresses
 except ImportError:  # it is not installed there, or this is an older Python
     ddp_callbacks = None  # type: ignore[assignment]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
-from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
+from ddp_callbacks.cluster.environment import HEARTBEAT_TIMEOUT, SECRET, SUCCESSOR
 from ddp_callbacks.launcher.connection import ANSWER_TIMEOUT, Connection, Event, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.job import Job
@@ -297,7 +297,7 @@ class Launch:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def let_know(self, **news: dict[str, Any]) -> None:
-        """Let all ranks know something, see :data:`ddp_callbacks.environment.NEWS`."""
+        """Let all ranks know something, see :data:`ddp_callbacks.cluster.environment.NEWS`."""
         for kind, values in news.items():
             self._news[kind] = self._news.get(kind, {}) | values
         self._tell_all(Node.news, news)

@@ -105,7 +105,7 @@ class Members:
         return self.successors.pop(rank)
 
     def listed(self) -> dict[str, Any]:
-        """Return the ``members`` of :data:`ddp_callbacks.environment.NEWS`."""
+        """Return the ``members`` of :data:`ddp_callbacks.cluster.environment.NEWS`."""
         replaced = {str(rank): count for rank, count in sorted(self._joined.items()) if rank in self.ranks}
         return {"generation": self._generation, "ranks": sorted(self.ranks), "replaced": replaced}
 

@@ -15,15 +15,15 @@ from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from ddp_callbacks.auto import AUTO, INDEPENDENT
-from ddp_callbacks.environment import KEEP_GOING, NO_REPORT
+from ddp_callbacks.cluster.environment import KEEP_GOING, NO_REPORT
+from ddp_callbacks.cluster.network import addresses_of, is_loopback, own_addresses
+from ddp_callbacks.cluster.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, PREDICT, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.meant import refuse_script
-from ddp_callbacks.network import addresses_of, is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\

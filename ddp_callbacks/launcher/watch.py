@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGTERM, Signals
 
-from ddp_callbacks.environment import SUCCESSOR
+from ddp_callbacks.cluster.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words

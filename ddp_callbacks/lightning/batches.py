@@ -14,13 +14,13 @@ import torch
 
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.randomness import Rows

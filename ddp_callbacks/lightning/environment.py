@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv, stated_env
+from ddp_callbacks.cluster.environment import WorkerEnv, stated_env
 from ddp_callbacks.process_group import current_env, get_rank, get_world_size, join_process_group, require_place
 
 _LIGHTNINGS = ("lightning.", "lightning_fabric.", "pytorch_lightning.")

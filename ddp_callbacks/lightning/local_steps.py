@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.comm.bucket_sums import EngineOptions
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replacements

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
-from ddp_callbacks.replicas import Trace, remember_statistics
+from ddp_callbacks.replicas.parameters import Trace, remember_statistics
 
 
 class SyncedMetrics:

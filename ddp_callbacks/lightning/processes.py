@@ -10,13 +10,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.cluster.environment import processes_on_host
 from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.loss_watch import LossWatch
+from ddp_callbacks.gradients.verification import Verify
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
@@ -28,12 +30,10 @@ from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
-from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.randomness import Rows, WholeDraws
-from ddp_callbacks.replica_checks import ReplicaChecks
-from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
-from ddp_callbacks.step_times import Part
-from ddp_callbacks.verification import Verify
+from ddp_callbacks.replicas.checks import ReplicaChecks
+from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
+from ddp_callbacks.replicas.step_times import Part
 
 _SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
 SKIPPED = object()

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.bucket_sums import EngineOptions
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
-from ddp_callbacks.comm.compression import Compress
-from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.comm.held import Held, trained_by
-from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
+from ddp_callbacks.gradients.comm_hooks import CommHook
+from ddp_callbacks.gradients.compression import Compress
+from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.lightning import _logged, _parts, loggers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
@@ -50,8 +50,8 @@ from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.verification import Verify, check_verify, is_to_verify
+from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
+from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 
 _PLACES = "the places of the logs"
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # keys of a checkpoint

@@ -13,11 +13,11 @@ from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.gradients.verification import Computation, Verify, check_first_batch, check_logged
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_logged
 
 _OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 

@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.compression import DTYPES, Compress, check_compress
 from ddp_callbacks.comm.held import Parameters
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
+from ddp_callbacks.gradients.compression import DTYPES, Compress, check_compress
 from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replicas import broadcast_all
+from ddp_callbacks.replicas.parameters import broadcast_all
 
 _DOING = "the averaging of the parameters"
 

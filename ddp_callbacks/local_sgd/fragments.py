@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from ddp_callbacks._torch import copy_each
-from ddp_callbacks.comm.buckets import assign_buckets
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.buckets import assign_buckets
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD
 
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"

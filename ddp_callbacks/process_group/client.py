@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ddp_callbacks.environment import SECRET
+from ddp_callbacks.cluster.environment import SECRET
 from ddp_callbacks.process_group.connection import Connection, Message
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.server import THREAD

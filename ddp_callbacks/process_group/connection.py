@@ -15,7 +15,7 @@ import struct
 import weakref
 from typing import Any, TypeAlias
 
-from ddp_callbacks.environment import HEARTBEAT_TIMEOUT
+from ddp_callbacks.cluster.environment import HEARTBEAT_TIMEOUT
 from ddp_callbacks.errors import ConfigurationError, say
 
 Message: TypeAlias = dict[str, Any]

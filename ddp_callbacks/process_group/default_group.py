@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import require_torch
-from ddp_callbacks.environment import KEEP_GOING, WorkerEnv, stated_env, worker_env
+from ddp_callbacks.cluster.environment import KEEP_GOING, WorkerEnv, stated_env, worker_env
+from ddp_callbacks.cluster.schedulers import number
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
@@ -21,7 +22,6 @@ from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of
-from ddp_callbacks.schedulers import number
 from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo

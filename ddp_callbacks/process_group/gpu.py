@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ddp_callbacks._torch import when_cuda_starts
-from ddp_callbacks.environment import processes_on_host
+from ddp_callbacks.cluster.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError
 
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ddp_callbacks.environment import KEEP_GOING, NEWS, SUCCESSOR, WorkerEnv
+from ddp_callbacks.cluster.environment import KEEP_GOING, NEWS, SUCCESSOR, WorkerEnv
 from ddp_callbacks.errors import PeerError
 
 _LOOK = 0.02  # seconds between two looks for news
@@ -121,7 +121,7 @@ class _News:
         self._known: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def about(self, kind: str) -> dict[str, Any]:
-        """Return all that is known, see :data:`ddp_callbacks.environment.NEWS`. Usually costs some microseconds."""
+        """Return all that is known, see :data:`ddp_callbacks.cluster.environment.NEWS`. Costs some microseconds."""
         with contextlib.suppress(OSError):  # there is no file, or the node's program has died, as this process will
             if os.stat(self._path).st_size > self._read:
                 self._read_on()

@@ -17,15 +17,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
+from ddp_callbacks.cluster.network import address_for_others, addresses_of, is_loopback, route_to
+from ddp_callbacks.cluster.schedulers import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
-from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, route_to
 from ddp_callbacks.process_group.connection import end_when_silent
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import Presence, join
 from ddp_callbacks.process_group.server import own_address
-from ddp_callbacks.schedulers import hosts_of_job
 
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
 _NAMED = 16  # the most ranks that an error lists

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import SECRET
-from ddp_callbacks.network import is_loopback, own_addresses, route_to
+from ddp_callbacks.cluster.environment import SECRET
+from ddp_callbacks.cluster.network import is_loopback, own_addresses, route_to
 from ddp_callbacks.process_group.connection import CLOSED_IN_CHILDREN, Connection, Message, encode
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
 

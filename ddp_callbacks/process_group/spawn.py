@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_callbacks.environment import worker_env
+from ddp_callbacks.cluster.environment import worker_env
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError, Preempted
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, leave_process_group
 from ddp_callbacks.process_group.failures import report_end

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ddp_callbacks.environment import NO_REPORT, REPORT
+from ddp_callbacks.cluster.environment import NO_REPORT, REPORT
 
 T = TypeVar("T")
 FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (

@@ -39,12 +39,13 @@ except ImportError as error:
     raise ImportError(f"Torchbearer is not installed: {how_to_install('torchbearer', 'packaging', 'tqdm')}") from error
 
 from ddp_callbacks.checkpoints.recovery import is_wanted
-from ddp_callbacks.comm.compression import Compress
-from ddp_callbacks.comm.equality import OnDivergence, check_on_divergence
-from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
+from ddp_callbacks.gradients.comm_hooks import CommHook
+from ddp_callbacks.gradients.compression import Compress
+from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
+from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.torchbearer.data import Flatten, ShardData
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
 from ddp_callbacks.torchbearer.loss_weight import Weight
@@ -53,7 +54,6 @@ from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
 from ddp_callbacks.torchbearer.resume import Recover, Resume
 from ddp_callbacks.torchbearer.state import SHARE
-from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 __all__ = [
     "SHARE",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 
-from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, map_arrays

@@ -13,17 +13,19 @@ import torchbearer
 from torch.autograd.graph import Node
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.bucket_sums import EngineOptions
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
-from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.skipping import BadBatches, check_optimizer, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
+from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
+from ddp_callbacks.gradients.comm_hooks import CommHook
+from ddp_callbacks.gradients.compression import Compress, check_compress
+from ddp_callbacks.gradients.loss_watch import LossWatch
+from ddp_callbacks.gradients.verification import Computation, Verify, check_first_batch, check_verify
+from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
-from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, wrap_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight, fraction_of
@@ -37,8 +39,6 @@ from ddp_callbacks.torchbearer.state import (
     in_training_pass,
     share_of,
 )
-from ddp_callbacks.verification import Computation, Verify, check_first_batch, check_verify
-from ddp_callbacks.weighing import weigh_terms_of_parameters
 
 SkipBatch = Literal["non_finite"]
 

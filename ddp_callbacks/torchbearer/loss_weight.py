@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 import torchbearer
 
-from ddp_callbacks.cross_entropy import cross_entropy_weight
 from ddp_callbacks.data.shares import Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.cross_entropy import cross_entropy_weight
 from ddp_callbacks.torchbearer.state import State, share_of
 
 Weight: TypeAlias = Callable[[State], float | torch.Tensor]

@@ -14,18 +14,18 @@ import torchbearer
 from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
-from ddp_callbacks import replicas
-from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
-from ddp_callbacks.comm.equality import OnDivergence
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replica_checks import ReplicaChecks
-from ddp_callbacks.step_times import Part
+from ddp_callbacks.replicas import parameters as replicas
+from ddp_callbacks.replicas.checks import ReplicaChecks
+from ddp_callbacks.replicas.equality import OnDivergence
+from ddp_callbacks.replicas.step_times import Part
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, Call, DistributedCallback, aggregator_of, handles
 from ddp_callbacks.torchbearer.state import DATA_KEYS, SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, share_of
 from ddp_callbacks.versions import __version__
@@ -214,18 +214,18 @@ class StopTogether(DistributedCallback):
     """Stop all ranks at the same step if any rank sets ``state[STOP_TRAINING]``. Compare the replicas.
 
     In training passes whose gradients the ranks synchronize, parameters and the optimizer's state are compared every k
-    steps, see :class:`ddp_callbacks.replica_checks.ReplicaChecks`.
+    steps, see :class:`ddp_callbacks.replicas.checks.ReplicaChecks`.
 
     At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
-    (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the decisions to
-    stop. Ranks that read merged epoch metrics decide the same anyway; this covers decisions that differ.
+    (:func:`ddp_callbacks.replicas.parameters.require_equal_replicas`, about one pass over the model's memory) and the
+    decisions to stop. Ranks that read merged epoch metrics decide the same anyway; this covers decisions that differ.
 
     After each step, which costs a small message, the ranks agree only if a callback may stop there: ``TerminateOnNaN``
     on one rank's running loss, ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the
     forward pass. This must be the last callback; it moves itself there.
 
     Args:
-        on_divergence: See :func:`ddp_callbacks.comm.equality.settle`.
+        on_divergence: See :func:`ddp_callbacks.replicas.equality.settle`.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:

@@ -22,7 +22,7 @@ WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
 """State key, set if the loss must be weighted before backward because layers (SyncBatchNorm) communicate in it."""
 
 STEP_TIMES = torchbearer.state_key("ddp_callbacks_step_times")
-"""State key of the :class:`ddp_callbacks.step_times.StepTimes` of the engine, if the ranks synchronize gradients."""
+"""State key of the engine's :class:`ddp_callbacks.replicas.step_times.StepTimes`, if the ranks sum gradients."""
 
 RUN_RANDOM_STATE = torchbearer.state_key("ddp_callbacks_run_random_state")
 """State key of the run's :class:`ddp_callbacks.data.random_state.RunRandomState`, if the ranks draw apart."""

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.comm import all_gather_object
-from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
+from ddp_callbacks.gradients.bucket_sums import BucketSums
+from ddp_callbacks.gradients.buckets import Bucket
 from ddp_callbacks.gradients.reducer import Reducer
 
 HERE = Path(__file__).parent

@@ -32,7 +32,12 @@ from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import join_process_group
-from ddp_callbacks.replicas import MESSAGE_NBYTES, broadcast_optimizer_state, broadcast_parameters, merge_buffers
+from ddp_callbacks.replicas.parameters import (
+    MESSAGE_NBYTES,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    merge_buffers,
+)
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -197,7 +202,7 @@ def test_every_parameter_and_buffer_becomes_rank_0s_in_place() -> None:
         model = Everything(seed=dist.get_rank())
         before = [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ddp_callbacks.replicas.MESSAGE_NBYTES", nbytes)
+            patch.setattr("ddp_callbacks.replicas.parameters.MESSAGE_NBYTES", nbytes)
             broadcast_parameters(model)
         assert [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()] == before
         received = contents(model)

@@ -30,15 +30,15 @@ from trainers import Net, fit, loader, quiet, trainer
 from trials import data, network, trial
 from ways import Way
 
-from ddp_callbacks import replica_checks, step_times
-from ddp_callbacks.comm import equality
 from ddp_callbacks.data.sharding import shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replica_checks import ReplicaChecks
-from ddp_callbacks.replicas import broadcast_parameters, merge_buffers, require_equal_replicas
-from ddp_callbacks.step_times import StepTimes
+from ddp_callbacks.replicas import checks as replica_checks
+from ddp_callbacks.replicas import equality, step_times
+from ddp_callbacks.replicas.checks import ReplicaChecks
+from ddp_callbacks.replicas.parameters import broadcast_parameters, merge_buffers, require_equal_replicas
+from ddp_callbacks.replicas.step_times import StepTimes
 from ddp_callbacks.torchbearer import DDPCallback
 
 WORLD = World(__name__)

@@ -35,7 +35,7 @@ from ddp_callbacks import (
     merge_buffers,
 )
 from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.replicas.parameters import require_equal_replicas
 
 RELATIVE = 1e-10  # of the largest element of a tensor, in float64
 PARTS = ((5, 2), (1, 6), (3, 3), (7, 1))  # samples of each of two ranks, by step

@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from ways import Way
 
 from ddp_callbacks import GradientSynchronizer, batch_norm
-from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.process_group.failures import announce_join, report_failure
-from ddp_callbacks.replicas import merge_buffers
+from ddp_callbacks.replicas.parameters import merge_buffers
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)

@@ -25,9 +25,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_callbacks.comm.hooks import GradBucket
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.comm_hooks import GradBucket
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)

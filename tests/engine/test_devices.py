@@ -14,13 +14,14 @@ import torch.distributed as dist
 from kit.ranks import HOSTNAME, Nursery, note, run_distributed
 from trainers import Net, loader, quiet, trainer
 
-from ddp_callbacks import join_process_group, leave_process_group, replicas
-from ddp_callbacks.environment import KEEP_GOING
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import gpu
 from ddp_callbacks.process_group.failures import announce_join
-from ddp_callbacks.replicas import broadcast_parameters
+from ddp_callbacks.replicas import parameters as replicas
+from ddp_callbacks.replicas.parameters import broadcast_parameters
 
 
 class MadeUpGpus:

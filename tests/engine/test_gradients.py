@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 

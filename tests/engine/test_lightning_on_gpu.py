@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers import Net, data, quiet, trainer
 
-from ddp_callbacks import replica_checks
 from ddp_callbacks.lightning import CallbackStrategy
+from ddp_callbacks.replicas import checks as replica_checks
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results(), pytest.mark.wide]
 WORLD = World(__name__, quiet)

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.checkpoints import recovery
-from ddp_callbacks.environment import SUCCESSOR
+from ddp_callbacks.cluster.environment import SUCCESSOR
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import survivors
 

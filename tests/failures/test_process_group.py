@@ -22,7 +22,7 @@ from kit.ranks import HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_err
 from misfortunes import my_rank
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import presence, rendezvous
 from ddp_callbacks.process_group.failures import announce_join

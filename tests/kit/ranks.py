@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
+from ddp_callbacks.cluster import environment
 from ddp_callbacks.comm.hosts import Hosts, hosts_of
 from kit.costs import count
 from kit.machine import Slowness

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import WorkerEnv
 
 SCRIPT = ROOT / "examples" / "torchbearer_mnist.py"
 

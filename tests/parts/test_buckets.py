@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.comm.buckets import FIRST_BUCKET_MB, MB, Forecast, assign_buckets
+from ddp_callbacks.gradients.buckets import FIRST_BUCKET_MB, MB, Forecast, assign_buckets
 
 CPU = torch.device("cpu")
 KB = MB // 1024

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
+from ddp_callbacks.cluster.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import failures
 from ddp_callbacks.process_group.client import Board

@@ -17,6 +17,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.run import get_args_parser
 
+from ddp_callbacks.cluster.network import own_addresses
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli, connection, remote
 from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
@@ -27,7 +28,6 @@ from ddp_callbacks.launcher.node import binding
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
 from ddp_callbacks.launcher.plan import describe, starts
 from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
-from ddp_callbacks.network import own_addresses
 
 
 def plan(*argv: str, environ: dict[str, str] | None = None) -> Job:

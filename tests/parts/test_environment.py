@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_callbacks.environment import DEFAULT_PORT, WorkerEnv, processes_on_host, worker_env
+from ddp_callbacks.cluster.environment import DEFAULT_PORT, WorkerEnv, processes_on_host, worker_env
+from ddp_callbacks.cluster.schedulers import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.schedulers import hosts_of_job
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
 

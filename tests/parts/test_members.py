@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.checkpoints import recovery
 from ddp_callbacks.checkpoints.recovery import Recovery
-from ddp_callbacks.environment import KEEP_GOING, NEWS, WorkerEnv
+from ddp_callbacks.cluster.environment import KEEP_GOING, NEWS, WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError
 from ddp_callbacks.process_group import rendezvous, survivors
 from ddp_callbacks.process_group.connection import end_when_silent

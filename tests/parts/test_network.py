@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
+from ddp_callbacks.cluster.network import address_for_others, addresses_of, is_loopback, own_addresses, route_to
 from ddp_callbacks.launcher.facts import facts
-from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, own_addresses, route_to
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip")
@@ -49,5 +49,5 @@ def test_the_address_for_others_is_that_on_the_way_to_them(monkeypatch: pytest.M
         ({"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0"}, None),
         ({"127.0.0.1": "lo"}, None),
     ):
-        monkeypatch.setattr("ddp_callbacks.network.own_addresses", lambda addresses=addresses: addresses)
+        monkeypatch.setattr("ddp_callbacks.cluster.network.own_addresses", lambda addresses=addresses: addresses)
         assert address_for_others([]) == expected

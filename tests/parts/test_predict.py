@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_callbacks.comm import buckets, group_sums, hierarchical
+from ddp_callbacks.comm import group_sums, hierarchical
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients import buckets
 from ddp_callbacks.reporting import cost, plot, predict
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step
 from ddp_callbacks.reporting.predict import Measured

@@ -14,12 +14,12 @@ import pytest
 from torch import nn
 
 from ddp_callbacks import DiLoCo, GradientSynchronizer, LocalSGD, Preemption, join_process_group, spawn
+from ddp_callbacks.cluster.environment import worker_env
+from ddp_callbacks.cluster.schedulers import hosts_of_job
 from ddp_callbacks.comm.agreement import module_settings
-from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
 from ddp_callbacks.launcher.options import parse_options
-from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, Resume, ShardData
 
 Row = tuple[Any, ...]  # what is given (arguments by name, or a text), and parts of the message

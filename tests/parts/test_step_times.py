@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ddp_callbacks.replica_checks import steps_until_next
-from ddp_callbacks.step_times import StepTimes, Stragglers
+from ddp_callbacks.replicas.checks import steps_until_next
+from ddp_callbacks.replicas.step_times import StepTimes, Stragglers
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ddp_callbacks import (
     seed_by_rank,
     with_shares,
 )
-from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.own_loop import LocalSums
 from ddp_callbacks.comm import all_reduce
 from ddp_callbacks.process_group import get_world_size

@@ -23,9 +23,9 @@ from trainer_cases import OURS, TWO, Bodies, message_of, quiet
 from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, loader, masked
 
 from ddp_callbacks.data.sharding import shard_loader
+from ddp_callbacks.gradients.verification import verify_gradient
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.torchbearer import DDPCallback
-from ddp_callbacks.verification import verify_gradient
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 

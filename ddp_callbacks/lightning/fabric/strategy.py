@@ -13,13 +13,14 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
 from ddp_callbacks._torch import BatchNorm
-from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.comm.bucket_sums import EngineOptions
-from ddp_callbacks.comm.compression import Compress
-from ddp_callbacks.comm.hooks import CommHook
+from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
+from ddp_callbacks.gradients.comm_hooks import CommHook
+from ddp_callbacks.gradients.compression import Compress
+from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import (
     Reduction,
@@ -38,11 +39,10 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics, metrics_of_program, r
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
-from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws
-from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.replicas.parameters import describe_checkpoint, require_same_checkpoint
 
 
 class CallbackFabricMixin(ProcessesMixin):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
-from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.gradients.compression import Compress
 
 
 def step_of_ours(model: nn.Module, batch: Batch, compress: Compress = None) -> Step:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.buckets import Bucket, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.compression import DTYPES, Compress, check_compress
-from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket, check_comm_hook
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
+from ddp_callbacks.gradients.buckets import Bucket, check_bucket_cap_mb
+from ddp_callbacks.gradients.comm_hooks import CommHook, FutureWork, GradBucket, check_comm_hook
+from ddp_callbacks.gradients.compression import DTYPES, Compress, check_compress
 from ddp_callbacks.process_group.failures import Launched, enter, launching, wait
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.comm.agreement import describe, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
-from ddp_callbacks.comm.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
 from ddp_callbacks.comm.held import persistent_buffers
-from ddp_callbacks.environment import KEEP_GOING
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.replicas.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
 
 Trace = tuple[Callable[[], bool], Callable[[], None]]
 """Whether something has changed, and what undoes the change."""
@@ -147,7 +147,7 @@ def _remember(statistics: dict[str, torch.Tensor]) -> Trace:
 def _statistics_by_layer(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the running statistics of each layer that has some, with the number of its batches, by name.
 
-    This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm`), whose statistics are equal.
+    This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm.layers`), whose statistics are equal.
     """
     for layer in module.modules():
         own = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if name in _STATISTICS}

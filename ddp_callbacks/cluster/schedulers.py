@@ -80,7 +80,7 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read the variables of MPI, Slurm, PALS, Flux or LSF.
 
     Returns:
-        The arguments of :class:`ddp_callbacks.environment.WorkerEnv`; none for a single process.
+        The arguments of :class:`ddp_callbacks.cluster.environment.WorkerEnv`; none for a single process.
 
     Raises:
         ConfigurationError: A launcher has started this process, but its variables lack the world size or the address.

@@ -11,7 +11,7 @@ A rank that does not know the total multiplies by ``weight / total`` when gradie
 previous backward. A factor for the sum corrects that.
 
 Alternatively, the loss is weighted at its root, which needs no multiplication of gradients. This is required if layers
-exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
+exchange gradients in backward (:mod:`ddp_callbacks.batch_norm.layers`).
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
-from ddp_callbacks.batch_norm import synchronize_copy
+from ddp_callbacks.batch_norm.layers import synchronize_copy
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
-from ddp_callbacks.copies import copied, shares_state
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
+from ddp_callbacks.gradients.copies import copied, shares_state
+from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.weighing import silence
 
 Verify = Literal["warn", "first_batch"]
 

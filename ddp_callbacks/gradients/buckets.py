@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_callbacks.comm.flat_buffer import BufferPool, FlatBuffer, copy_in
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.flat_buffer import BufferPool, FlatBuffer, copy_in
 
 Kind = tuple[torch.dtype, torch.device, bool]
 MB = 1024 * 1024

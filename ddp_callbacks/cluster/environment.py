@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddp_callbacks.cluster.schedulers import DEFAULT_PORT, number, number_on_host, read_launcher
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.schedulers import DEFAULT_PORT, number, number_on_host, read_launcher
 
 SECRET = "DDP_CALLBACKS_SECRET"
 """Environment variable: a secret that all processes of the job know. Without it, rank 0 makes one for its store."""

@@ -4,7 +4,7 @@ During a run, each BatchNorm layer of a model gets a subclass of its class. No m
 attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
 mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 
-    forward     one exchange of the statistics (:mod:`ddp_callbacks.comm.batch_statistics`):
+    forward     one exchange of the statistics (:mod:`ddp_callbacks.batch_norm.statistics`):
                 mean = sum(n_r·m_r) / N, var = sum(n_r·(v_r + (m_r - mean)²)) / N
     backward    one all-reduce: the sums of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
                 dx = weight / sqrt(var + eps) · (dy - sum(dy) / N - xhat · sum(dy·xhat) / N)
@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
-from ddp_callbacks.comm.batch_statistics import BatchStatistics, GlobalBatch, at_least_float32
+from ddp_callbacks.batch_norm.statistics import BatchStatistics, GlobalBatch, at_least_float32
 from ddp_callbacks.comm.hosts import new_subgroup
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -200,7 +200,7 @@ def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
     return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
 
 
-# --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of this function in a graph by their name ----------
+# --- the arithmetic; :mod:`ddp_callbacks.gradients.weighing` finds this function's nodes in a graph by their name -----
 
 
 class _Normalize(torch.autograd.Function):

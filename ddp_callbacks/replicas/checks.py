@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
-from ddp_callbacks.comm.equality import OnDivergence, exchange_checksums, settle
 from ddp_callbacks.errors import say
 from ddp_callbacks.process_group import get_rank, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
-from ddp_callbacks.step_times import StepTimes, Stragglers
+from ddp_callbacks.replicas.equality import OnDivergence, exchange_checksums, settle
+from ddp_callbacks.replicas.step_times import StepTimes, Stragglers
 
 FIRST = 10
 """The number of steps before the first comparison."""
@@ -32,7 +32,7 @@ class ReplicaChecks:
     Args:
         module: The same model on every rank.
         times: This rank's times; their means travel with the comparison, and rank 0 names a rank that is slow.
-        on_divergence: See :func:`ddp_callbacks.comm.equality.settle`.
+        on_divergence: See :func:`ddp_callbacks.replicas.equality.settle`.
         group: The ranks' process group, of at least two ranks; ``None`` is the default group.
 
     Attributes:
@@ -62,7 +62,7 @@ class ReplicaChecks:
             epoch, step: Where this is, for messages.
 
         Raises:
-            MismatchError: On every rank alike; see :func:`ddp_callbacks.comm.equality.settle`.
+            MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.equality.settle`.
             PeerError: Another rank failed or died.
         """
         self.times.mark("between steps")
