@@ -1,6 +1,6 @@
 """The public names of ``ddp_callbacks``. The package imports this module at the first use of one of them."""
 
-from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer as BatchNormSynchronizer
+from ddp_callbacks.batch_norm import BatchNormSynchronizer as BatchNormSynchronizer
 from ddp_callbacks.checkpoints.file import CheckpointFile as CheckpointFile
 from ddp_callbacks.checkpoints.own_loop import LocalSums as LocalSums
 from ddp_callbacks.checkpoints.own_loop import load_checkpoint as load_checkpoint

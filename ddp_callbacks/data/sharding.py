@@ -169,7 +169,7 @@ def shard_loader(
             batches in turn.
         group: ``None`` is the default group.
         at_least: A rank gets at least this many samples of a ``"global"`` batch, or none. Pass the result of
-            :func:`ddp_callbacks.batch_norm.layers.samples_needed`.
+            :func:`ddp_callbacks.batch_norm.samples_needed`.
 
     Raises:
         ConfigurationError: ``batch_size`` is invalid, or the loader must be divided after loading, but has workers and

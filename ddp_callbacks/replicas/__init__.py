@@ -5,3 +5,7 @@
 - :mod:`.checks`: every few steps, are the replicas equal, and is a rank slow; :mod:`.step_times`: how long each rank
   computes
 """
+
+from ddp_callbacks.replicas.parameters import describe_checkpoint, require_equal_replicas, require_same_checkpoint
+
+__all__ = ["describe_checkpoint", "require_equal_replicas", "require_same_checkpoint"]

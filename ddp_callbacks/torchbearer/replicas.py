@@ -217,7 +217,7 @@ class StopTogether(DistributedCallback):
     steps, see :class:`ddp_callbacks.replicas.checks.ReplicaChecks`.
 
     At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
-    (:func:`ddp_callbacks.replicas.parameters.require_equal_replicas`, about one pass over the model's memory) and the
+    (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the
     decisions to stop. Ranks that read merged epoch metrics decide the same anyway; this covers decisions that differ.
 
     After each step, which costs a small message, the ranks agree only if a callback may stop there: ``TerminateOnNaN``
