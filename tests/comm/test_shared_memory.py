@@ -20,7 +20,8 @@ from kit.ranks import Nursery, noting_errors
 from shared_worlds import TWO, WIDE, World
 from torch import Tensor
 
-from ddp_callbacks import GradientSynchronizer, environment, join_process_group
+from ddp_callbacks import GradientSynchronizer, join_process_group
+from ddp_callbacks.cluster import environment
 from ddp_callbacks.comm import hosts, mailbox
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce

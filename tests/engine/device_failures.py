@@ -18,9 +18,9 @@ from ddp_callbacks import (
     broadcast_parameters,
     join_process_group,
     leave_process_group,
-    replicas,
 )
 from ddp_callbacks.comm import any_rank
+from ddp_callbacks.replicas import parameters as replicas
 
 STEP = 5  # in which something happens
 STEPS = 20_000  # so many that a rank does not come to the end by itself

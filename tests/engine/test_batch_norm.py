@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from ways import Way
 
-from ddp_callbacks import GradientSynchronizer, batch_norm
+from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.batch_norm import layers as batch_norm
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.process_group.failures import announce_join, report_failure

@@ -26,12 +26,12 @@ from torchbearer.callbacks import Callback, MostRecent, on_step_training
 from ddp_callbacks import (
     GradientSynchronizer,
     LocalSGD,
-    environment,
     join_process_group,
     save_checkpoint,
     shard_loader,
     with_shares,
 )
+from ddp_callbacks.cluster import environment
 from ddp_callbacks.comm import any_rank
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.torchbearer import DDPCallback
