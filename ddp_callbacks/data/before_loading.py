@@ -91,11 +91,13 @@ class Part(Source):
 
     def _loaded(self, batches: Iterator[Any], loading: Loading) -> Iterator[Any]:
         """Yield the batches, which this process loads."""
+        is_whole = not self._begun.used
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
-                loading.end_pass()
+                if is_whole:
+                    loading.end_pass()
                 return
             finally:
                 loading.end()
