@@ -65,7 +65,7 @@ class GradientSynchronizer:
         module: The module whose gradients are synchronized. Frozen parameters cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
-            state (see :class:`ddp_callbacks.comm.GradBucket`). ``None`` is the exact all-reduce.
+            state (see :class:`ddp_callbacks.GradBucket`). ``None`` is the exact all-reduce.
         compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
             keeps every sum exact, as it always is on a single node.
         process_group: The ranks' process group; ``None`` is the default group.
