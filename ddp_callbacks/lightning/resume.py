@@ -231,7 +231,7 @@ class Fit:
             if ends or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass, which it does not use
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        if val_loop._combined_loader is None:
+        if not _parts.loaders_of(val_loop):
             self._exit.replace_once(val_loop, "setup_data", functools.partial(_progress.keep_count, val_loop))
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
         loggers.cut_back(self._trainer.loggers, self._saved.own(0)["loggers"])

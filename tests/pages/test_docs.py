@@ -276,6 +276,7 @@ def test_each_public_class_is_shown_at_work() -> None:
     modules = (ddp_callbacks, ddp_callbacks.torchbearer, ddp_callbacks.lightning)
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     classes = {name for name in public if inspect.isclass(_find(name))} - {
+        "ddp_callbacks.GradBucket",
         "ddp_callbacks.Share",
         "ddp_callbacks.WorkerEnv",
     }  # nobody makes one
@@ -324,7 +325,7 @@ def _entry(module: str) -> str:
 def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
     """Imports go in one direction, as the map shows."""
     text = (DOCS / "reference" / "architecture.md").read_text()
-    levels = {name: int(level) for level, name in re.findall(r"^\| (\d) \| `([\w.]+)` \|", text, re.MULTILINE)}
+    levels = {name: int(level) for level, name in re.findall(r"^\| (\d+) \| `([\w.]+)` \|", text, re.MULTILINE)}
     imports = {name: others for name, others in _imports().items() if name != "__main__"}
     assert set(levels) == set(map(_entry, imports))
     for name, others in imports.items():
