@@ -128,7 +128,7 @@ class DrawingOperators(TorchDispatchMode):
             self.is_unseen = self.is_unseen or not are_equal(self.expected, states_of(default_generators()))
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if args and self._is_of_model(args[0]):
+        if args and self._is_of_model(function, args[0]):
             self.draws += 1
             return function(*args, **kwargs)  # not a draw for the batch
         self._layer, stack, is_recomputed = _caller(self._around)
@@ -142,11 +142,13 @@ class DrawingOperators(TorchDispatchMode):
         with self:
             return function(*args, **kwargs)
 
-    def _is_of_model(self, tensor: Any) -> bool:
-        """Whether this is a parameter, or the gradient of one."""
-        if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is not None:
+    def _is_of_model(self, function: Any, tensor: Any) -> bool:
+        """Whether this is a parameter, or the gradient of one; dropout, called most, is not asked about gradients."""
+        if isinstance(tensor, nn.Parameter):
+            return True
+        if function is nn.functional.dropout or not isinstance(tensor, torch.Tensor) or tensor.grad_fn is not None:
             return False
-        return isinstance(tensor, nn.Parameter) or any(tensor is q.grad for q in self._module.parameters())
+        return any(tensor is parameter.grad for parameter in self._module.parameters())
 
     def _draw_bernoulli(self, mask: torch.Tensor, probability: float) -> None:
         self._draw(torch.ops.aten.bernoulli_.float, "filled", {"self": mask, "p": probability})
