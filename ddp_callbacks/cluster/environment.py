@@ -44,6 +44,9 @@ REPORT = "DDP_CALLBACKS_REPORT"
 NO_REPORT = "DDP_CALLBACKS_NO_REPORT"
 """Environment variable: ``ddprun --no-report`` sets it to 1."""
 
+TRACE = "DDP_CALLBACKS_TRACE"
+"""Environment variable: the steps that ``ddprun --trace`` records."""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

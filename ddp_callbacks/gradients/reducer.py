@@ -212,7 +212,7 @@ class Reducer:
         is_last = bucket is self._planned[-1]
         bucket.fill(self._scale, self.used)
         metadata = self._message() if is_last and self._carries_metadata else None
-        self._times.launch()
+        self._times.launch(bucket.index)
         self._sums.launch(bucket, metadata, is_last)
 
     def _message(self) -> torch.Tensor:
@@ -232,6 +232,7 @@ class Reducer:
         """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
         for bucket in self._planned:
             bucket.wait()
+            self._times.finish(bucket.index)
         if self._carries_metadata:
             memory = self._planned[-1].memory
             assert memory is not None

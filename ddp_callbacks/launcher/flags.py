@@ -112,6 +112,7 @@ END = (
 OUTPUT = (
     Flag("--show-ranks", "ranks whose output is shown: 0,3 or all (default: 0)", "RANKS", "0", _RANKS, usual=True),
     Flag("--no-report", "say nothing at the end about where the time went, and write no report.html"),
+    Flag("--trace", "record what all processes do in N steps, from the fourth on, for Perfetto", "N", 0, _COUNT),
     Flag("--no-prefix", "don't start each line with [node:rank]"),
 )
 _PROCESSES_HELP = "processes on each node: a number, auto, cpu, gpu or xpu (default: one per GPU or CPU socket)"

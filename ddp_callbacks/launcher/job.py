@@ -42,6 +42,7 @@ class Job:
 
     show_ranks: frozenset[int] | None
     no_report: bool
+    trace: int
     no_prefix: bool
 
     nnodes: str

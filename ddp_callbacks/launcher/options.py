@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from ddp_callbacks.auto import AUTO, INDEPENDENT
-from ddp_callbacks.cluster.environment import KEEP_GOING, NO_REPORT
+from ddp_callbacks.cluster.environment import KEEP_GOING, NO_REPORT, TRACE
 from ddp_callbacks.cluster.network import addresses_of, is_loopback, own_addresses
 from ddp_callbacks.cluster.schedulers import cores_of_job, gpus_of_job, hosts_of_job, output_of
 from ddp_callbacks.errors import ConfigurationError
@@ -142,7 +142,7 @@ def parse_options(
     job.nodes = nodes_of(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
     choices = {AUTO: job.auto, INDEPENDENT: job.independent, KEEP_GOING: job.keep_going, NO_REPORT: job.no_report}
-    switches = [f"{name}=1" for name, is_on in choices.items() if is_on]
+    switches = [f"{name}=1" for name, is_on in choices.items() if is_on] + [f"{TRACE}={job.trace}"] * bool(job.trace)
     job.environ = _variables([*switches, *(job.x or ())], environ, job.nodes)
     # Which GPUs are visible is a matter of each node: their names and numbers differ.
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
@@ -162,6 +162,8 @@ def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
             "--keep-going and --max-restarts both say what follows when a process is lost: the others continue, or all "
             "restart. Use one of them."
         )
+    if job.trace and job.no_report:
+        raise ConfigurationError("--trace needs what --no-report leaves out. Use one of them.")
     if job.requeue and not job.dry_run and not any(map(environ.get, JOBS)):
         raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")
 

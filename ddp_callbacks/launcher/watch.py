@@ -25,6 +25,7 @@ from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.page import write
 from ddp_callbacks.reporting.requests import JOINED, write_answer
 from ddp_callbacks.reporting.stacks import innermost, summary
+from ddp_callbacks.reporting.trace import write as write_trace
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _USAGE = 2  # exit code of a program that does not know its arguments
@@ -374,6 +375,8 @@ class Watch:
     def _conclude(self) -> int:
         """Report how the job ended, and if nothing has failed, where the time of the training went."""
         course = write(self._report.data(), self._output.folder)
+        if trace := write_trace(self._report.traced(), self._output.folder):
+            self._output.note(trace)
         if self._launch.has_enough:
             self._note_course(course)
             return 0

@@ -45,10 +45,15 @@ class StepTimes:
         if self._recorder is not None:
             self._recorder.mark(part or WAITING)
 
-    def launch(self) -> None:
-        """Note that the first sum of a backward, or another one, begins."""
+    def launch(self, bucket: int) -> None:
+        """Note that the sum of a bucket begins."""
         if self._recorder is not None:
-            self._recorder.launch()
+            self._recorder.launch(bucket)
+
+    def finish(self, bucket: int) -> None:
+        """Note that this rank has waited for the sum of a bucket."""
+        if self._recorder is not None:
+            self._recorder.finish(bucket)
 
     def take(self) -> list[float]:
         """Return the seconds of each part, and count from zero again."""

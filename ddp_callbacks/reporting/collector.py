@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_callbacks.reporting.recorder import PARTS
+from ddp_callbacks.reporting.trace import Span, Traced
 
 _SAMPLES = 400  # of a rank; once there are more, every second one is dropped
 _EVENTS = 300
@@ -25,11 +26,13 @@ class Rank:
     Attributes:
         samples: Seconds since the job's start, steps, and seconds by part, all totals of all its processes.
         said: The last message.
+        spans: What it did in the steps that are traced.
     """
 
     node: str
     samples: list[tuple[float, int, list[float]]] = field(default_factory=list)
     said: dict[str, Any] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     before: tuple[int, list[float]] = (0, [0.0] * len(PARTS))  # steps and seconds of the processes before this one
     heard: float = 0.0
     line: bytes = b""
@@ -73,6 +76,9 @@ class Collector:
                     self._take(own, json.loads(line))
 
     def _take(self, own: Rank, said: dict[str, Any]) -> None:
+        if "spans" in said:
+            own.spans += [Span(said["step"], *span) for span in said["spans"]]
+            return
         now = time.monotonic() - self._begin
         own.take(said, now)
         for kind in self._told:
@@ -97,6 +103,10 @@ class Collector:
             "ranks": [_data(number, rank, now) for number, rank in sorted(self._ranks.items()) if rank.said],
             "events": self._events,
         }
+
+    def traced(self) -> Traced:
+        """Return what the ranks did in the steps that are traced."""
+        return {number: (rank.node, rank.spans) for number, rank in sorted(self._ranks.items())}
 
 
 def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:

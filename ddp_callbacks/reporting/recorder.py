@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ddp_callbacks.cluster.environment import NO_REPORT, REPORT
+from ddp_callbacks.cluster.environment import NO_REPORT, REPORT, TRACE
+from ddp_callbacks.reporting.trace import Tracer
 
 T = TypeVar("T")
 FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
@@ -55,6 +56,8 @@ class Recorder:
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
         self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
         self._about: dict[str, Any] = {}
+        steps = int(os.environ.get(TRACE) or 0)
+        self._tracer = Tracer(steps) if steps else None
         atexit.register(self._send)
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
@@ -66,6 +69,8 @@ class Recorder:
         """Count the time since the last mark as that of ``part``. Never blocks."""
         now = time.perf_counter()
         self._seconds[part] += now - self._last if self._has_begun else 0.0  # before lies what prepares training
+        if self._tracer is not None and self._has_begun:
+            self._tracer.add(part, self._last, now)
         self._last, self._has_begun = now, True
         if part == WAITING and self._launched:
             self._exchange += now - self._launched
@@ -73,9 +78,17 @@ class Recorder:
         if now >= self._due:
             self._send()
 
-    def launch(self) -> None:
+    def launch(self, bucket: int = 0) -> None:
         """Note that a sum over the ranks begins."""
-        self._launched = self._launched or time.perf_counter()
+        now = time.perf_counter()
+        self._launched = self._launched or now
+        if self._tracer is not None:
+            self._tracer.begin_sum(bucket, now)
+
+    def finish(self, bucket: int) -> None:
+        """Note that this rank has waited for it."""
+        if self._tracer is not None:
+            self._tracer.end_sum(bucket, time.perf_counter())
 
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
@@ -84,6 +97,13 @@ class Recorder:
         if self._has_batch is not False:
             self._steps += 1
             self._has_batch = self._has_batch and False
+            self._trace_step()
+
+    def _trace_step(self) -> None:
+        if self._tracer is not None:
+            for said in self._tracer.end_step(self._steps):
+                self._write(said)
+            self._tracer = None if self._tracer.is_done(self._steps) else self._tracer
 
     def begin_loading(self, batches: object, training: bool) -> None:
         """Note that this rank asks the iterator ``batches`` for its next batch."""
@@ -121,7 +141,10 @@ class Recorder:
             "memory": _memory(),
             "process": self._pid,
         }
-        line = json.dumps(said | {"about": self._about}).encode() + b"\n"
+        self._write(said | {"about": self._about})
+
+    def _write(self, said: Mapping[str, Any]) -> None:
+        line = json.dumps(said).encode() + b"\n"
         if len(line) <= _MOST:
             with suppress(OSError):  # nobody reads
                 os.write(self._file, line)

@@ -335,7 +335,7 @@ SLEPT = {"loading": 0.004, "between steps": 0.005, "validation": 0.009}  # per s
 @pytest.mark.slow
 def test_the_report_of_a_loop_says_which_rank_is_slow(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
-    said = run(["ddprun", "--nproc-per-node", 2, "train.py"], tmp_path)
+    said = run(["ddprun", "--nproc-per-node", 2, "--trace", 5, "train.py"], tmp_path)
     (folder,) = (tmp_path / "ddprun-logs").iterdir()
     assert "; rank 1 sets the pace; at most 1." in said and f"; {folder}/report.html" in said
     ranks = json.loads((folder / "report.json").read_text())["ranks"]
@@ -345,6 +345,21 @@ def test_the_report_of_a_loop_says_which_rank_is_slow(tmp_path: Path) -> None:
         found = {part: rank["seconds"][part] / STEPS for part in least}
         assert all(found[part] > 0.95 * least[part] for part in least), (rank["rank"], found)
     assert ranks[1]["seconds"]["waiting"] < ranks[0]["seconds"]["waiting"] / 2
+    assert f"the trace, for ui.perfetto.dev: {folder}/trace.json" in said
+    check_trace(json.loads((folder / "trace.json").read_text())["traceEvents"])
+
+
+def check_trace(events: list[dict[str, Any]]) -> None:
+    """Steps 4 to 8 of both ranks: rank 0 waits for its sum while rank 1 sleeps in forward."""
+    assert {(event["pid"], event["args"]["step"]) for event in events if event["ph"] != "M"} == {
+        (rank, step) for rank in range(2) for step in range(4, 9)
+    }
+    for step in range(4, 9):
+        own = [[each for each in events if each["pid"] == rank and each["args"].get("step") == step] for rank in (0, 1)]
+        (begins, ends), (slow, _) = ([next(e["ts"] for e in each if e["ph"] == kind) for kind in "be"] for each in own)
+        assert 30_000 < ends - begins and begins < slow < ends
+        (forward,) = [each for each in own[1] if each["name"] == "in forward"]
+        assert forward["dur"] > 48_000 and begins < forward["ts"] + forward["dur"] <= slow
 
 
 @pytest.mark.slow

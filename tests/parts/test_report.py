@@ -21,6 +21,7 @@ from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
 from ddp_callbacks.reporting.requests import new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
+from ddp_callbacks.reporting.trace import Span, write
 
 EVEN = dict.fromkeys(PARTS, 0.0) | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
@@ -284,3 +285,27 @@ def test_a_process_alone_counts_what_an_undivided_loader_takes(
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
     assert last["steps"] == 3 and last["about"]["versions"]
     assert dict(zip(PARTS, last["seconds"], strict=True))["loading"] == 6.0
+
+
+def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
+    """The clock of rank 1's machine is 500 s ahead; it computes for 30 ms longer, so rank 0 waits for it."""
+
+    def spans(ahead: int, computing: int) -> Iterator[Span]:
+        for step in range(4, 8):
+            begin, summed = ahead + step * 100_000, ahead + step * 100_000 + 60_000
+            yield Span(step, "in backward", begin, begin + computing)
+            yield Span(step, "bucket 0", begin + computing, summed + step % 2 * 40)  # messages take their time
+            yield Span(step, "waiting", begin + computing, summed)
+
+    traced = {0: ("a", [*spans(0, 20_000)]), 1: ("b", [*spans(500_000_000, 50_000)])}
+    said = write(traced, tmp_path)
+    assert said == f"the trace, for ui.perfetto.dev: {tmp_path}/trace.json"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begins = {
+        (event["pid"], event["name"], event["args"]["step"]): event["ts"] for event in events if event["ph"] in "Xb"
+    }
+    for step in range(4, 8):
+        assert begins[0, "in backward", step] == begins[1, "in backward", step] == (step - 4) * 100_000
+        assert begins[1, "bucket 0", step] - begins[0, "bucket 0", step] == 30_000
+    assert {event["args"].get("name") for event in events if event["ph"] == "M"} >= {"rank 0 on a", "rank 1 on b"}
+    assert write({0: ("a", [])}, tmp_path / "none") == ""
