@@ -71,7 +71,7 @@ Traced = Mapping[int, tuple[str, list[Span]]]
 
 
 def write(traced: Traced, folder: Path) -> str:
-    """Write the trace into ``folder``, if there is one; return what to say about it. A full disk must not end the job."""
+    """Write the trace into ``folder``, if there is one; return a line about it. A full disk must not end the job."""
     if not any(spans for _, spans in traced.values()):
         return ""
     with suppress(OSError):

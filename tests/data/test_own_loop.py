@@ -357,7 +357,7 @@ def check_trace(events: list[dict[str, Any]]) -> None:
     for step in range(4, 9):
         own = [[each for each in events if each["pid"] == rank and each["args"].get("step") == step] for rank in (0, 1)]
         (begins, ends), (slow, _) = ([next(e["ts"] for e in each if e["ph"] == kind) for kind in "be"] for each in own)
-        assert 30_000 < ends - begins and begins < slow < ends
+        assert ends - begins > 30_000 and begins < slow < ends
         (forward,) = [each for each in own[1] if each["name"] == "in forward"]
         assert forward["dur"] > 48_000 and begins < forward["ts"] + forward["dur"] <= slow
 

@@ -32,7 +32,7 @@ def test_the_tables_are_what_was_measured() -> None:
     for page in benchmark["PAGES"]:
         for name, table in benchmark["tables"](found).items():
             shown = f"<!-- gain.json: {name} -->\n\n{table}\n\n<!-- end -->"
-            assert shown in page.read_text(), f"{page.name}: run main.py --draw in examples/benchmarks/gain"
+            assert shown in page.read_text(), f"{page.name}: run main.py --draw gain.json in examples/benchmarks/gain"
 
 
 def _figures(page: Path) -> dict[str, set[float]]:

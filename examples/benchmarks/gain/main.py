@@ -1,12 +1,12 @@
 """Measure the time to a given accuracy on 1, 2 and 4 hosts, each with half a core, and draw it.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/gain/main.py        about 12 minutes on two cores (Linux, root)
-    python examples/benchmarks/gain/main.py --draw                   the plot and the tables, from gain.json
+    OMP_NUM_THREADS=1 python main.py --json gain.json      about 12 minutes on two cores (Linux, root)
+    python main.py --draw gain.json                        gain.png, and the tables of the pages
 
 The hosts are made of namespaces (``tests/kit/hosts.py``); a control group gives each half of a core while it trains,
 however many hosts there are, so that four of them are four times one. The numbers of hosts come in turns, so that
-whatever else the machine does meets all of them. What was measured goes to gain.json; the plot, and the tables of the
-README and of docs/explanation/what_do_i_gain.md, are made from that.
+whatever else the machine does meets all of them. The tables are those of the README and of
+docs/explanation/what_do_i_gain.md.
 """
 
 from __future__ import annotations
@@ -227,19 +227,24 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, help="runs on each number of hosts (default 5)")
-    parser.add_argument("--json", type=Path, default=HERE / "gain.json", help="what was measured")
-    parser.add_argument("--draw", action="store_true", help="measure nothing; draw what is there")
+    parser.add_argument(
+        "--json", type=Path, help="where to write what was measured; gain.json, to show it on the pages"
+    )
+    parser.add_argument(
+        "--draw", type=Path, help="measure nothing; make gain.png and the pages' tables from such a file"
+    )
     arguments = parser.parse_args()
-    if not arguments.draw:
+    if arguments.draw:
+        found = json.loads(arguments.draw.read_text())
+        plot(found, HERE / "gain.png")
+        write_tables(found)
+    else:
         start = time.monotonic()
         found = measure(arguments.repetitions)
-        arguments.json.write_text(json.dumps(found) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found) + "\n")
         print(f"{(time.monotonic() - start) / 60:.1f} minutes")
-    found = json.loads(arguments.json.read_text())
     print("\n\n".join(tables(found).values()))
-    plot(found, arguments.json.with_suffix(".png"))
-    if arguments.json.parent == HERE:
-        write_tables(found)
 
 
 if __name__ == "__main__":
