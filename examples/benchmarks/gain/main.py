@@ -227,12 +227,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, help="runs on each number of hosts (default 5)")
-    parser.add_argument(
-        "--json", type=Path, help="where to write what was measured; gain.json, to show it on the pages"
-    )
-    parser.add_argument(
-        "--draw", type=Path, help="measure nothing; make gain.png and the pages' tables from such a file"
-    )
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--draw", type=Path, help="measure nothing; make gain.png and the tables from such a file")
     arguments = parser.parse_args()
     if arguments.draw:
         found = json.loads(arguments.draw.read_text())
