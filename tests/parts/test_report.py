@@ -288,7 +288,7 @@ def test_a_process_alone_counts_what_an_undivided_loader_takes(
 
 
 def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
-    """The clock of rank 1's machine is 500 s ahead; it computes for 30 ms longer, so rank 0 waits for it."""
+    # The clock of rank 1's machine is 500 s ahead; it computes for 30 ms longer, so rank 0 waits for it.
 
     def spans(ahead: int, computing: int) -> Iterator[Span]:
         for step in range(4, 8):
