@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks._torch import forward_hooks, lazy_copy
@@ -20,7 +21,7 @@ _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, 
 
 
 @contextmanager
-def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[Any]]:
+def copied(parts: Sequence[Any], memo: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield a deep copy of modules and other objects, which may refer to each other. Local.
 
     The copy's tensors take no memory until they are written. It shares process groups, loaders and data sets that are
@@ -28,7 +29,8 @@ def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[An
 
     Args:
         parts: The objects; functions are not copied.
-        instead: By the ``id`` of an object that ``parts`` may refer to, what the copy has in its place.
+        memo: As for ``copy.deepcopy``: by the ``id`` of an object that ``parts`` may refer to, what the copy has in its
+            place. Gets all that is copied.
 
     Raises:
         Exception: What ``copy.deepcopy`` raises for an object that cannot be copied.
@@ -38,13 +40,34 @@ def copied(parts: Sequence[Any], instead: Mapping[int, Any]) -> Iterator[list[An
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
     shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
-    memo = {id(tensor): other for tensor, other in lazy.items()} | shared | dict(instead)
+    memo.update(shared | {id(tensor): other for tensor, other in lazy.items()} | memo)
     try:
         yield copy.deepcopy(list(parts), memo)
     finally:
         for tensor, other in lazy.items():
             other.data = other.data.new_empty(0)  # what still refers to the copy must not keep the memory
             tensor.data_ptr()  # ends the laziness, without a copy, as nothing else refers to the memory
+
+
+@contextmanager
+def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
+    """Inside, a call of a module that may keep a state, and that a deep copy with this memo did not make, raises.
+
+    Raises:
+        RuntimeError: From the call, before it does anything.
+    """
+    own = set(map(id, memo.values()))
+
+    def check(module: nn.Module, _: object) -> None:
+        is_plain = type(module).__module__.startswith("torch.nn.modules") and not module.state_dict()
+        if id(module) not in own and not is_plain:
+            raise RuntimeError(f"a {type(module).__name__} is called that was not copied")
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _lazy(tensor: Any) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_ra
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
-from ddp_callbacks.gradients.copies import copied, shares_state
+from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -128,7 +128,8 @@ def check_first_batch(
 
     For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
     ends without a warning if a rank cannot copy the module, or cannot load or compute its part or the whole batch,
-    which may need more memory than a step. It does not begin for a compiled model, with BatchNorm layers without
+    which may need more memory than a step, or if the computation calls a module that is not copied, such as a global one,
+    which may keep a state. It does not begin for a compiled model, with BatchNorm layers without
     running statistics, or if a copy would share state with the original. A message at level ``DEBUG`` says why.
 
     Args:
@@ -404,14 +405,17 @@ def _copies(computation: Computation, stack: ExitStack, is_strict: bool) -> list
 
     They live until ``stack`` is closed.
     """
+    memo = dict(computation.instead)
     try:
-        copies = stack.enter_context(copied(computation.parts, computation.instead))
+        copies = stack.enter_context(copied(computation.parts, memo))
     except Exception as error:
         names = " or ".join(type(part).__name__ for part in computation.parts)
         raise ConfigurationError(
             f'verify="first_batch" computes copies, but copy.deepcopy cannot copy {names} '
             f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
         ) from error
+    if not is_strict:
+        stack.enter_context(calling_only(memo))
     synchronize_copy(computation.parts[0], copies[0])
     for layer in copies[0].modules():
         if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):

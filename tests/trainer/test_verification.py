@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import time
@@ -508,6 +509,45 @@ def test_the_comparison_leaves_no_trace() -> None:
         return found, *kept, module.trainer.seen, torch.get_rng_state()  # type: ignore[attr-defined]
 
     assert_equal(run(), run(verify=None), 0.0)
+
+
+class Averaged(nn.Module):
+    """A loss that is divided by a running mean of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(outputs, classes)
+        self.mean.lerp_(loss.detach(), 0.5)
+        return loss / self.mean
+
+
+AVERAGED = Averaged()
+
+
+class CallsAGlobal(Net):
+    """Its loss is a module that the script keeps, not the model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return AVERAGED(self(batch[0]), batch[1])
+
+
+@WORLD.on(TWO)
+def test_a_module_of_the_script_is_no_part_of_the_comparison() -> None:
+    """A global loss keeps its state."""
+
+    def mean_after(run: Callable[..., str], **options: Any) -> float:
+        AVERAGED.mean.fill_(1.0)
+        assert run(**options) == ""
+        return float(AVERAGED.mean)
+
+    def in_trainer(**options: Any) -> str:
+        return trainer_tells(CallsAGlobal(), **options)
+
+    for run in (in_trainer, functools.partial(trial_tells, lambda *arguments: AVERAGED(*arguments))):
+        assert mean_after(run) == mean_after(run, verify=None) != 1.0
 
 
 CASES = LOSSES | RUNS
