@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,18 +174,20 @@ class RunRandomState:
         if get_rank(self._group):
             restore_global_state(self._accepted)
 
-    def digest(self) -> int:
-        """Return a checksum of the states of torch's generators, to compare with other ranks'. Local."""
-        return checksum_of(get_global_state()[::3])
+    def report(self) -> list[Any]:
+        """Return what :meth:`offer` does, and a checksum of the states of torch's generators. Local."""
+        return [self.offer(), checksum_of(get_global_state()[::3])]
 
-    def compare(self, digests: Sequence[int]) -> None:
-        """Note ranks that have drawn another amount than rank 0. Local.
+    def take(self, reports: Iterable[Sequence[Any]]) -> None:
+        """Like :meth:`accept`, after noting ranks that have drawn another amount than rank 0. Local.
 
         Args:
-            digests: Each rank's :meth:`digest`, at one moment.
+            reports: Each rank's :meth:`report`, at one moment.
         """
+        (offered, *_), digests = zip(*reports, strict=True)
         if self.draws is not None:
             self.draws.compare(digests)
+        self.accept(offered)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state as tensors and plain data. Local."""

@@ -129,8 +129,8 @@ def check_first_batch(
     For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
     ends without a warning if a rank cannot copy the module, or cannot load or compute its part or the whole batch,
     which may need more memory than a step, or if a module is called that is not copied, such as a global one. It does
-    not begin for a compiled model, with BatchNorm layers without running statistics, or if a copy would share state with
-    the original. A message at level ``DEBUG`` says why.
+    not begin for a compiled model, with BatchNorm layers without running statistics, or if a copy would share state
+    with the original. A message at level ``DEBUG`` says why.
 
     Args:
         load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.

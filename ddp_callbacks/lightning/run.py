@@ -348,11 +348,8 @@ class Run:
             _logged.refresh_metrics(self._trainer, results)
 
     def _at_end_of_data(self) -> None:
-        results, random_state = _logged.results_of(self._trainer), self.random_state
-        mine = [random_state.offer(), random_state.digest()]
-        (offered, *_), digests = zip(*results.join(ends=True, carried=mine), strict=True)
-        random_state.compare(digests)
-        random_state.accept(offered)
+        results = _logged.results_of(self._trainer)
+        self.random_state.take(results.join(ends=True, carried=self.random_state.report()))
         if self._trainer.training:
             _logged.refresh_metrics(self._trainer, results)
             self.merge_buffers()

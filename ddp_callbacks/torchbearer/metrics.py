@@ -255,14 +255,12 @@ class MetricsPass:
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
             "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
             "logs": [log.columns() for log in (self._added, *self._logs)],
-            "random": random_state and random_state.offer(),
-            "drawn": random_state and random_state.digest(),
+            "random": random_state and random_state.report(),
         }
         of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
         _require_same([found["names"] for found in of_ranks])
         if random_state is not None:
-            random_state.compare([found["drawn"] for found in of_ranks])
-            random_state.accept(of_ranks[0]["random"])
+            random_state.take(found["random"] for found in of_ranks)
         return _join(self._metrics, of_ranks, self._windows, self._reduction)
 
 

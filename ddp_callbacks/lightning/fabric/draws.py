@@ -57,10 +57,8 @@ class LoopDraws:
     def end_pass(self, draws: WholeDraws) -> None:
         """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what could not be drawn whole."""
         with self._outside():
-            mine = self._state.offer(), self._state.digest()
-            (offered, *_), digests = zip(*all_gather_object(mine, "the random state"), strict=True)
-            draws.compare(digests)
-            self._state.accept(offered)
+            self._state.draws = draws
+            self._state.take(all_gather_object(self._state.report(), "the random state"))
         draws.warn()
 
     @contextmanager
