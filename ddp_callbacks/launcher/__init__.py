@@ -19,10 +19,10 @@
         join         adds nodes to a running job; what else a command asks of one is in reporting
         same         what all nodes must have alike
         doctor       checks the nodes
-        predict      runs a script on few and on more processes; sums: what it runs to know the network
+        predict      runs a script on few and on more processes
     on each node
         node         the first process, without this package: starts the ranks, ends them with the connection
         store        hosts the store in which the ranks meet, on the first node
         hook         writes down the exception that ends a rank
-        facts        facts about the node, for a start and the doctor; probe: an all-reduce, run by the doctor
+        facts        facts about the node, for a start and the doctor; probe: sums between nodes
 """

@@ -18,7 +18,7 @@ from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.cost import Network, network_of
 from ddp_callbacks.reporting.plot import draw
 
-_SUMS = "ddp_callbacks.launcher.sums"
+_PROBE = "ddp_callbacks.launcher.probe"
 _LOOK = 0.5  # seconds between two looks at what the ranks have sent
 
 
@@ -40,7 +40,7 @@ def run_prediction(job: Job) -> int:
     if code := fewer.train():
         return code
     nodes = tuple(replace(node, processes="1") for node in job.nodes)
-    sums = _Run(job.changed(nodes=nodes, module=True, training_script=_SUMS, training_script_args=[], no_python=False))
+    sums = _Run(job.changed(nodes=nodes, module=True, training_script=_PROBE, training_script_args=[], no_python=False))
     if many.machines > 1 and (code := sums.train()):
         return code
     found = predict.predict(fewer.measured(), many, _network(job, many, sums), predict.ways(job.inexact))

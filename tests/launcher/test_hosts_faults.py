@@ -231,7 +231,7 @@ def test_the_doctor_finds_good_nodes_good_which_a_plain_command_reaches(
     for check in [*checks, "/dev/shm", "GPUs", "ports"]:
         assert {finding["node"] for finding in found if finding["check"] == check} == {"h1", "h2", "h3"}, check
     (result,) = [finding for finding in found if finding["check"] == "all-reduce"]
-    assert re.fullmatch(r"[\d.]+ ms for one number, \d+ MB/s per node", result["text"])
+    assert re.fullmatch(r"[\d.]+ ms for 1 KiB, \d+ MB/s per node", result["text"])
     assert all(finding["text"].startswith("by enter, ") for finding in found if finding["check"] == "reached")
     addresses = [finding["text"] for finding in found if finding["check"] == "address"]
     assert addresses == [f"{host.address} (eth0)" for host in bed.hosts]
