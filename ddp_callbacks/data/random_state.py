@@ -76,6 +76,10 @@ class SharedRandomState(OwnRandomState):
         if get_world_size(group) > 1:
             self.begin = broadcast_object(self.begin, _DOING, group)
             set_generators(sources, self.begin[GLOBAL:])
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Let the next draws be the first ones again. Local."""
         self.state = self.begin[:GLOBAL]
 
 

@@ -212,4 +212,4 @@ class Divider:
         extra = int(size >= (self.world_size + 1) * max(2, self.at_least))
         start, _ = slice_bounds(size, self.rank + extra * bool(self.rank), self.world_size + extra, self.at_least)
         _, end = slice_bounds(size, self.rank + extra, self.world_size + extra, self.at_least)
-        return slice(start, end) if end > start else slice(0, size), Share(end - start, size)
+        return slice(start, end) if end > start else slice(0, size), _share_of_slice(start, end, size)

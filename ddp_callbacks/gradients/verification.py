@@ -12,9 +12,9 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch import nn
 from ddp_callbacks._torch import BatchNorm, Dropout
 from ddp_callbacks.batch_norm.layers import synchronize_copy
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
-from ddp_callbacks.data.global_state import get_global_state, set_global_state
+from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.randomness import Rows, WholeDraws
 
 Verify = Literal["warn", "first_batch"]
 
@@ -51,12 +52,27 @@ class Computation:
         loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
         instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
         logged: Returns what the last call of ``loss_of`` has logged as means over its samples, by name.
+        draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
     """
 
     parts: Sequence[Any]
     loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
     instead: Mapping[int, Any] = field(default_factory=dict)
     logged: Callable[[], Mapping[str, float]] = dict
+    draws: WholeDraws | None = None
+
+    def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
+        """Surround ``loss_of`` for these rows."""
+        return nullcontext() if self.draws is None or rows is None else self.draws.comparing(rows, copies[0])
+
+
+class FirstBatch(NamedTuple):
+    """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown."""
+
+    whole: Any
+    part: Any
+    weight: Weight
+    rows: Rows | None = None
 
 
 def check_verify(verify: str | None, sync: object) -> None:
@@ -115,13 +131,13 @@ def verify_gradient(
         PeerError: Another rank failed or died.
     """
     computation = Computation([module], lambda copies, batch: loss_of(copies[0], batch))
-    check_first_batch("first_batch", computation, lambda: (whole, part, weight), process_group)
+    check_first_batch("first_batch", computation, lambda: FirstBatch(whole, part, weight), process_group)
 
 
 def check_first_batch(
     verify: Verify,
     computation: Computation,
-    load: Callable[[], tuple[Any, Any, Weight]],
+    load: Callable[[], FirstBatch],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Like :func:`verify_gradient`; with ``"warn"`` it only warns, if it can compare at all. A collective.
@@ -133,7 +149,7 @@ def check_first_batch(
     with the original. A message at level ``DEBUG`` says why.
 
     Args:
-        load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.
+        load: Returns the batch; see :func:`verify_gradient`.
     """
     is_strict = verify == "first_batch"
     if get_world_size(process_group) == 1:
@@ -143,13 +159,12 @@ def check_first_batch(
         if not is_strict:
             _attempt(process_group, is_strict, lambda: _check_comparable(computation.parts))
         with _random_states_kept(computation.parts[0]), torch.enable_grad():
-            whole, part, weight = _attempt(process_group, is_strict, load)
-            _compare(computation, whole, part, weight, process_group, is_strict)
+            _compare(computation, _attempt(process_group, is_strict, load), process_group, is_strict)
 
 
 def check_logged(
     computation: Computation,
-    load: Callable[[], tuple[Any, Any, Weight]],
+    load: Callable[[], FirstBatch],
     step: str,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -164,26 +179,68 @@ def check_logged(
     """
     group, attempt = process_group, functools.partial(_attempt, process_group, False)
 
-    def compute(batch: Any, fraction: float) -> dict[str, float]:
+    def compute(batch: Any, rows: Rows | None, fraction: float) -> dict[str, float]:
         with ExitStack() as stack:
             copies = attempt(lambda: _copies(computation, stack, is_strict=False))
-            attempt(lambda: (computation.loss_of(copies, batch),))
+            with computation.drawing(rows, copies):
+                attempt(lambda: (computation.loss_of(copies, batch),))
             return _weighed(computation.logged(), fraction)
-
-    def of_whole() -> dict[str, float]:
-        with SharedRandomState(group=group).drawing():
-            return compute(whole, 1.0)
 
     with _warning(f"What {step} logs", "verify=None leaves the comparison out.", group):
         attempt(lambda: _check_comparable(computation.parts))
         with _random_states_kept(computation.parts[0]):
-            whole, part, weight = attempt(load)
-            own = compute(part, _fraction(weight, group))
-            if text := _differing(own, of_whole(), of_whole, group):
+            first, draws = attempt(load), _Draws(computation, group)
+
+            def of_whole() -> dict[str, float]:
+                with draws.of_whole(first) as rows:
+                    return compute(first.whole, rows, 1.0)
+
+            expected = of_whole()
+            with draws.of_part(first):
+                own = compute(first.part, first.rows, _fraction(first.weight, group))
+            if text := _differing(own, expected, of_whole, group):
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
-                    f"{text}"
+                    f"{text}{draws.remedy()}"
                 )
+
+
+class _Draws:
+    """The random numbers of a comparison: as on one process if that is known, else those of the whole batch differ.
+
+    The constructor is a collective.
+    """
+
+    def __init__(self, computation: Computation, group: dist.ProcessGroup | None) -> None:
+        self._shared, self._knows = SharedRandomState(group=group), computation.draws is not None
+
+    def of_part(self, first: FirstBatch) -> AbstractContextManager[None]:
+        """Surround the computation of this rank's part, after one of the whole batch."""
+        if not self._is_exact(first):
+            return nullcontext()
+        self._shared.rewind()
+        return self._shared.drawing()
+
+    @contextmanager
+    def of_whole(self, first: FirstBatch) -> Iterator[Rows | None]:
+        """Surround a computation of the whole batch; yield its rows."""
+        rows = first.rows if self._is_exact(first) else None
+        if rows is not None:
+            self._shared.rewind()
+        with self._shared.drawing():
+            yield rows and Rows(0, rows.total, rows.total)
+
+    def _is_exact(self, first: FirstBatch) -> bool:
+        return self._knows and first.rows is not None
+
+    def remedy(self) -> str:
+        """Return what to do about random numbers, if any were drawn since the last rewind."""
+        if is_same_state(self._shared.state, self._shared.begin[:GLOBAL]):
+            return ""
+        return (
+            " It draws random numbers: draw those of the samples by torch, with the batch in the first dimension "
+            "(torch.randn_like(x)); NumPy and random draw the same on every process."
+        )
 
 
 @contextmanager
@@ -209,28 +266,30 @@ def _check_comparable(parts: Sequence[Any]) -> bool:
 
 def _compare(
     computation: Computation,
-    whole: Any,
-    part: Any,
-    weight: Weight,
+    first: FirstBatch,
     group: dist.ProcessGroup | None,
     is_strict: bool,
 ) -> None:
-    attempt, shared = functools.partial(_attempt, group, is_strict), SharedRandomState(group=group)
+    attempt, draws = functools.partial(_attempt, group, is_strict), _Draws(computation, group)
 
-    def compute(batch: Any, fraction_of: Callable[[], float]) -> tuple[float, list[torch.Tensor], dict[str, float]]:
+    def compute(
+        batch: Any, rows: Rows | None, fraction_of: Callable[[], float]
+    ) -> tuple[float, list[torch.Tensor], dict[str, float]]:
         with ExitStack() as stack:
             copies = attempt(lambda: _copies(computation, stack, is_strict))
+            stack.enter_context(computation.drawing(rows, copies))
             loss = attempt(lambda: computation.loss_of(copies, batch))
             fraction = fraction_of()
             logged = _weighed(computation.logged(), fraction)
             return fraction, attempt(lambda: _weighed_gradients(loss, fraction, copies[0])), logged
 
     def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
-        with shared.drawing():
-            return compute(whole, lambda: 1.0)[1:]
+        with draws.of_whole(first) as rows:
+            return compute(first.whole, rows, lambda: 1.0)[1:]
 
-    fraction, own, logged = compute(part, lambda: _fraction(weight, group))
     expected, logged_whole = of_whole()
+    with draws.of_part(first):
+        fraction, own, logged = compute(first.part, first.rows, lambda: _fraction(first.weight, group))
     if not any(map(_largest, expected)):
         raise ConfigurationError(
             "the gradients of the first batch cannot be compared: its loss depends on no parameter of the copy of the "
@@ -242,7 +301,7 @@ def _compare(
         if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
             raise MismatchError(
                 "the gradient of the first batch is that of one process, but the mean over the processes of what the "
-                f"training step logs is not: {text}"
+                f"training step logs is not: {text}{draws.remedy()}"
             )
         return
     if broadcast_object(_differences(of_whole()[0], expected), _DOING, group):
@@ -257,7 +316,8 @@ def _compare(
         f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    raise MismatchError(broadcast_object(text + _remedy(computation.parts[0], adds_up), _DOING, group))
+    text += _remedy(computation.parts[0], adds_up) + draws.remedy()
+    raise MismatchError(broadcast_object(text, _DOING, group))
 
 
 def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:

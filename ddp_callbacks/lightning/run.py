@@ -195,7 +195,7 @@ class Run:
         """
         verify, self._verify = self._verify, None
         if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
-            verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
+            verify_first_batch(verify, self._trainer, self._loaders(), self.batches, self._draws, arguments)
         elif self._is_automatic and self._trainer.fit_loop.total_batch_idx == 0:
             self.compare("training_step", arguments)
         if (follower := self._synchronizer or self._local) is not None:
@@ -221,7 +221,7 @@ class Run:
         is_first = self._trainer.sanity_checking or self._trainer.training  # equal on all ranks, also on new ones
         if step in self._compares and is_first and _logged.results_of(self._trainer).joins_steps:
             self._compares.discard(step)
-            compare_what_is_logged(self._trainer, self._loaders(), self.batches, step, arguments)
+            compare_what_is_logged(self._trainer, self._loaders(), self.batches, self._draws, step, arguments)
 
     def _exchange_skips(self, skips: bool) -> list[bool]:
         """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.

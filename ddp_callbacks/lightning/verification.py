@@ -13,17 +13,23 @@ from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
-from ddp_callbacks.gradients.verification import Computation, Verify, check_first_batch, check_logged
+from ddp_callbacks.gradients.verification import Computation, FirstBatch, Verify, check_first_batch, check_logged
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of
 from ddp_callbacks.lightning.replacement import Replacements
+from ddp_callbacks.randomness import WholeDraws
 
 _OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 
 
 def verify_first_batch(
-    verify: Verify, trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]
+    verify: Verify,
+    trainer: Any,
+    loaders: Sequence[Any],
+    batches: Batches,
+    draws: WholeDraws,
+    arguments: Sequence[Any],
 ) -> None:
     """Compare the gradient of the current batch with that of one process. A collective.
 
@@ -34,6 +40,7 @@ def verify_first_batch(
         trainer: The Trainer, before its first ``training_step``.
         loaders: The loaders that the batch comes from.
         batches: Weighs this rank's part of the batch.
+        draws: Gives the batches their random numbers.
         arguments: The arguments of ``training_step`` after the batch.
 
     Raises:
@@ -43,7 +50,7 @@ def verify_first_batch(
     module, logged = trainer.lightning_module, dict[str, float]()
     silent = _silent(trainer)
 
-    def load() -> tuple[Any, Any, Any]:
+    def load() -> FirstBatch:
         if not module.automatic_optimization:
             raise ConfigurationError(
                 'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
@@ -56,12 +63,12 @@ def verify_first_batch(
         return _loss(copies[0].training_step(batch, *arguments))
 
     with trainer.precision_plugin.train_step_context():
-        computation = Computation([module], loss_of, _instead(trainer, silent), logged.copy)
+        computation = Computation([module], loss_of, _instead(trainer, silent), logged.copy, draws)
         check_first_batch(verify, computation, load)
 
 
 def compare_what_is_logged(
-    trainer: Any, loaders: Sequence[Any], batches: Batches, step: str, arguments: Sequence[Any]
+    trainer: Any, loaders: Sequence[Any], batches: Batches, draws: WholeDraws, step: str, arguments: Sequence[Any]
 ) -> None:
     """Compare what ``step`` logs for the current batch, the first one, with one process; warn. A collective.
 
@@ -69,7 +76,7 @@ def compare_what_is_logged(
     """
     silent, logged = _silent(trainer), dict[str, float]()
 
-    def load() -> tuple[Any, Any, Any]:
+    def load() -> FirstBatch:
         return _load(trainer, silent, loaders, batches, leaves_no_trace=True)
 
     def compute(copies: Sequence[Any], batch: Any) -> Any:
@@ -78,21 +85,19 @@ def compare_what_is_logged(
 
     precision = trainer.precision_plugin
     with precision.train_step_context() if trainer.training else precision.val_step_context():
-        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), logged.copy)
+        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), logged.copy, draws)
         check_logged(computation, load, step)
 
 
-def _load(
-    trainer: Any, silent: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool
-) -> tuple[Any, Any, Any]:
-    """Return the whole batch, this rank's part, both on their device, and a function that weighs the part."""
+def _load(trainer: Any, silent: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
+    """Return the batch, on its device."""
     if leaves_no_trace:
         _require_no_transfer_hooks(trainer)
     first = _first_batch(loaders)
     with without_draws("a hook that transfers batches"), Replacements() as quiet:
         quiet.set(trainer, "profiler", silent.profiler)
         whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
-    return whole, part, lambda: batches.weigh(part, first.share)
+    return FirstBatch(whole, part, lambda: batches.weigh(part, first.share), first.share.rows)
 
 
 def _instead(trainer: Any, silent: Any) -> dict[int, Any]:

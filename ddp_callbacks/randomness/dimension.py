@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ddp_callbacks.randomness.rows import BatchDim, Rows
 
@@ -18,7 +21,12 @@ KNOWN = {
 }
 """Which dimension holds the batch in what torch's functions draw."""
 
+_JOINS, _REPEATS = ("cat", "concat", "concatenate", "vstack"), ("repeat", "tile")
+ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatten"}
+"""Functions that may give each sample several rows."""
+
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
+_TOGETHER = "the rows of a sample were taken to follow each other"
 
 
 class DrawByRankError(Exception):
@@ -67,6 +75,7 @@ class BatchDims:
         rows: Rows,
         known: int | None = None,
         order: Sequence[int] | None = None,
+        blocks: int | None = None,
     ) -> BatchDim | None:
         """Return the dimension of the batch; ``None``: the draw is not for the batch, so all ranks draw the same.
 
@@ -78,10 +87,14 @@ class BatchDims:
             known: The dimension of the batch, if the function that draws tells it.
             order: The order of the dimensions in memory of the tensor that is drawn for; ``None``: the program gives
                 the shape. A part of a single sample may not tell it, earlier ones do.
+            blocks: If the first dimension has several rows of each sample: how many times all samples follow each
+                other there, see :func:`blocks_of`; ``None``: unknown.
 
         Raises:
             DrawByRankError: The shape does not tell how much other ranks draw.
         """
+        if blocks is not None:
+            return BatchDim(0, shape[0] // rows.samples // blocks, order, blocks)
         seen = self._seen.get(place)
         if seen is None:
             seen = self._seen[place] = _Seen(name(), known, order is None, rows.samples, shape)
@@ -96,11 +109,37 @@ class BatchDims:
             raise DrawByRankError(f"it draws {_text(shape)} for {rows.samples} samples")
         if shape[dim] > 1:
             seen.order = order
+        if shape[dim] > rows.samples and seen.known is None:
+            seen.doubt = seen.doubt or f"of {_text(shape)} for {rows.samples} samples, {_TOGETHER}"
         return BatchDim(dim, shape[dim] // rows.samples, seen.order)
 
     def doubts(self) -> dict[str, str]:
         """Return why a layer's dimension is not certain, by the name of the layer."""
         return {seen.layer: seen.doubt for seen in self._seen.values() if seen.doubt}
+
+
+def blocks_of(name: str, given: Any, made: torch.Tensor, samples: int) -> int | None:
+    """Return how many times all samples follow each other in what a function of :data:`ARRANGING` made.
+
+    ``None`` if that cannot be told, or there are not several rows of each sample.
+
+    Args:
+        name: The function's.
+        given: Its first argument.
+    """
+    tensors = [
+        each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, torch.Tensor)
+    ]
+    if not tensors or not all(each.dim() for each in tensors) or made.shape[0] <= samples or made.shape[0] % samples:
+        return None
+    sizes, several = tensors[0].shape, made.shape[0] // samples
+    if name in _JOINS:
+        return several if all(each.shape[0] == samples for each in tensors) else None
+    if name in _REPEATS:
+        return several if sizes[0] == samples else None
+    if sizes[0] == samples:
+        return 1
+    return sizes[0] if len(sizes) > 1 and sizes[1] == samples and several % sizes[0] == 0 else None
 
 
 def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:

@@ -43,7 +43,7 @@ _PARTED = (
     "rank {} has drawn another amount than rank 0 in a pass: code draws on one rank only, for each sample, or "
     "depending on values, or a rank has had no sample of a batch of an evaluation"
 )
-_LATE = "its first draw came late, and was the same on all processes in that batch"
+_LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
 
 
 class WholeDraws:
@@ -114,6 +114,20 @@ class WholeDraws:
         finally:
             operators.is_aside = is_aside
 
+    @contextmanager
+    def comparing(self, rows: Rows, module: nn.Module) -> Iterator[None]:
+        """Inside, a copy of the module computes these rows, or the whole batch, and draws as one process would. Local.
+
+        Doing both tells which dimensions hold the batch, also in the batches that follow.
+        """
+        operators = DrawingOperators(module, self._rank, self._operators.dims)
+        operators.begin(rows)
+        try:
+            with DrawingCalls(operators):
+                yield
+        finally:
+            operators.end()
+
     def backward(self) -> AbstractContextManager[object]:
         """Surround the backward of the batch of the last :meth:`forward`."""
         return self._operators.backward()
@@ -175,9 +189,10 @@ class WholeDraws:
 
     def _way_after(self, before: list[torch.Tensor]) -> Way:
         """Return how later batches draw, after one that began with these states."""
-        if are_equal(before, states_of(default_generators())):
+        has_drawn = not are_equal(before, states_of(default_generators()))
+        if not has_drawn and not self._operators.draws:  # a generator of the user's, or a seed, may leave the state
             return "none"
-        if self._operators.is_unseen:
+        if has_drawn and self._operators.is_unseen:
             self._by_program.add(_UNSEEN)
         return "whole" if self._operators.draws else "by_rank"
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ddp_callbacks._torch import TorchDispatchMode, change_function_modes, composite_kernel
-from ddp_callbacks.randomness.dimension import KNOWN, BatchDims, DrawByRankError
+from ddp_callbacks.randomness.dimension import ARRANGING, KNOWN, BatchDims, DrawByRankError, blocks_of
 from ddp_callbacks.randomness.dropout import dropout, is_simple
 from ddp_callbacks.randomness.generators import (
     are_equal,
@@ -38,6 +38,7 @@ from ddp_callbacks.randomness.whole import draw_whole, sampled_shape
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CHECKPOINTING = checkpoint.__code__.co_filename
+_HOSTS = ("ddp_callbacks", "lightning", "pytorch_lightning", "torchbearer")
 _PERMUTED = "it permutes the batch, and this process has its rows only"
 _UNKNOWN = "how many numbers {} draws depends on rows of other processes"
 
@@ -68,7 +69,12 @@ class DrawingCalls(TorchFunctionMode):
         if func in _BACKWARDS:
             with self._operators.backward():
                 return func(*args, **kwargs)
-        return self._operators.call(func, args, kwargs) if may_draw(func) else func(*args, **kwargs)
+        if may_draw(func):
+            return self._operators.call(func, args, kwargs)
+        found = func(*args, **kwargs)
+        if args and (name := getattr(func, "__name__", "")) in ARRANGING:
+            self._operators.arrange(name, args[0], found)
+        return found
 
 
 class DrawingOperators(TorchDispatchMode):
@@ -76,7 +82,7 @@ class DrawingOperators(TorchDispatchMode):
 
     Attributes:
         rows: This rank's part of the batch.
-        draws: The number of draws from the default generators since the batch began.
+        draws: The number of draws since the batch began.
         expected: The states of the default generators after the last draw, while changes by other code are looked for.
         is_unseen: Whether other code has changed them, as compiled code does.
         is_aside: Whether code draws from another random state at the moment, which is not that of the batch.
@@ -86,7 +92,7 @@ class DrawingOperators(TorchDispatchMode):
         dims: Which dimensions hold the batch.
     """
 
-    def __init__(self, module: nn.Module, rank: int | None) -> None:
+    def __init__(self, module: nn.Module, rank: int | None, dims: BatchDims | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = Rows(0, 0, 0)
         self.draws = 0
@@ -94,13 +100,14 @@ class DrawingOperators(TorchDispatchMode):
         self.is_unseen = self.is_aside = False
         self.recomputes = self.waits = False
         self.refusals: dict[str, str] = {}
-        self.dims = BatchDims()
+        self.dims = BatchDims() if dims is None else dims
         self._module, self._rank = module, rank
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
         self._layer: Any = None
         self._known: int | None = None  # the dimension of the batch in what the function draws that was called
         self._counts: dict[Hashable, int] = {}
+        self._blocks: dict[int, int] = {}  # by number of rows, see blocks_of
         self._is_again = False  # whether a backward runs in this mode
         self._around: set[FrameType] = set()  # the frames in which the batch began
 
@@ -108,6 +115,14 @@ class DrawingOperators(TorchDispatchMode):
         """Draw for a batch of which this rank has these rows."""
         self.rows, self.draws, self._around = rows, 0, set(_frames())
         self._counts.clear()
+        self._blocks.clear()
+
+    def arrange(self, name: str, given: Any, made: Any) -> None:
+        """Note how the function ``name`` has arranged several rows of each sample."""
+        if isinstance(made, torch.Tensor) and made.dim() and self.rows.samples:
+            blocks = blocks_of(name, given, made, self.rows.samples)
+            if blocks is not None:
+                self._blocks[made.shape[0]] = blocks
 
     def end(self) -> None:
         """End the batch: its frames hold the user's tensors."""
@@ -185,6 +200,8 @@ class DrawingOperators(TorchDispatchMode):
         try:
             return self._draw_whole(operator, kind, arguments)
         except DrawByRankError as error:
+            if self.rows.is_whole:
+                return operator(**arguments)
             self.refusals.setdefault(self._name(), str(error))
             generator = arguments.get("generator") or default_generator_of(_device_of(arguments))
             with drawing_by_rank([generator], self._rank):
@@ -193,12 +210,13 @@ class DrawingOperators(TorchDispatchMode):
     def _draw_whole(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
-        self.draws += arguments.get("generator") is None
+        self.draws += 1
         tensor = arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)
-        at = None if not shape else self.dims.find(place, self._name, shape, self.rows, self._known, order)
-        if at is None:
+        blocks = self._blocks.get(shape[0]) if shape else None
+        at = None if not shape else self.dims.find(place, self._name, shape, self.rows, self._known, order, blocks)
+        if at is None or self.rows.is_whole:
             return operator(**arguments)
         if kind != "filled":
             raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(operator._schema.name))
@@ -221,13 +239,18 @@ def _frames() -> Iterator[FrameType]:
 def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
     """Return the layer that calls, a hash of the calls that led there, and whether backward will repeat them.
 
+    Calls of the framework, and those outside of them, do not count: a comparison calls the model by another way.
+
     Args:
         around: Frames at which the calls began.
     """
     layer, stack, is_recomputed = None, [], False
+    is_called_by_host = False
     for frame in itertools.islice(_frames(), 2, None):
         code = frame.f_code
-        stack.append((code, frame.f_lasti))
+        is_called_by_host = is_called_by_host or frame.f_globals.get("__name__", "").partition(".")[0] in _HOSTS
+        if not is_called_by_host:
+            stack.append((code, frame.f_lasti))
         if frame in around:
             break
         is_recomputed = is_recomputed or code.co_filename == _CHECKPOINTING

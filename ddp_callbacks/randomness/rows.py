@@ -34,11 +34,13 @@ class BatchDim(NamedTuple):
         dim: The dimension.
         per_sample: How many of its entries one sample has, as an attention's heads.
         order: The dimensions from the outermost in memory to the innermost, if the part alone does not tell it.
+        blocks: How many times all samples follow each other in it, as in ``torch.cat([one_view, other_view])``.
     """
 
     dim: int
     per_sample: int
     order: Sequence[int] | None = None
+    blocks: int = 1
 
     def whole(self, shape: Sequence[int], rows: Rows) -> list[int]:
         """Return a part's shape with the samples of the whole batch."""

@@ -39,6 +39,8 @@ def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim,
         arguments: The operator's arguments by name.
         at: The dimension of the batch in the shape for which it draws.
     """
+    if at.blocks > 1:
+        return _draw_blocks(operator, arguments, at, rows)
     if operator is _BERNOULLI and bernoulli.is_drawn_from_bits(arguments["self"], at):
         bernoulli.fill(arguments["self"], arguments.get("p", 0.5), at, rows, arguments.get("generator"))
         return arguments["self"]
@@ -61,6 +63,27 @@ def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim,
     if isinstance(drawn, tuple):
         return tuple(at.rows_of(each, rows).clone() for each in drawn)
     return at.rows_of(drawn, rows).clone()
+
+
+def _draw_blocks(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim, rows: Rows) -> Any:
+    """Draw with a dimension for the blocks before that of the batch, and return the result without it."""
+    shape = drawn_shape(operator, arguments)
+    assert shape is not None
+    size, split = shape[at.dim], [at.blocks, shape[at.dim] // at.blocks]
+    parted: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name == "size":
+            parted[name] = [*shape[: at.dim], *split, *shape[at.dim + 1 :]]
+        elif isinstance(value, torch.Tensor):
+            dim = at.dim - (len(shape) - value.dim())
+            parted[name] = value.unflatten(dim, split) if dim >= 0 and value.shape[dim] == size else value
+        else:
+            parted[name] = value
+    drawn = draw_whole(operator, parted, BatchDim(at.dim + 1, at.per_sample), rows)
+    if (target := written(operator)) is not None:
+        return arguments[target]
+    found = [each.flatten(at.dim, at.dim + 1) for each in (drawn if isinstance(drawn, tuple) else (drawn,))]
+    return tuple(found) if isinstance(drawn, tuple) else found[0]
 
 
 def _whole_of(part: torch.Tensor, shape: Sequence[int], at: BatchDim, rows: Rows, is_empty: bool) -> torch.Tensor:

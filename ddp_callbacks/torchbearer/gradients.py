@@ -23,7 +23,7 @@ from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
 from ddp_callbacks.gradients.comm_hooks import CommHook
 from ddp_callbacks.gradients.compression import Compress, check_compress
 from ddp_callbacks.gradients.loss_watch import LossWatch
-from ddp_callbacks.gradients.verification import Computation, Verify, check_first_batch, check_verify
+from ddp_callbacks.gradients.verification import Computation, FirstBatch, Verify, check_first_batch, check_verify
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
@@ -252,7 +252,7 @@ class AllReduceGradients(WeighsLoss):
         scratch = torchbearer.State()
         scratch.update(state)
 
-        def load() -> tuple[Any, Any, Any]:
+        def load() -> FirstBatch:
             iterator, has_closure = state[torchbearer.ITERATOR], has_own_closure(state[torchbearer.SELF])
             if has_closure or not isinstance(iterator, ShardedIterator):
                 raise ConfigurationError(
@@ -263,7 +263,7 @@ class AllReduceGradients(WeighsLoss):
                 )
             first = iterator.first_batch()
             scratch[SHARE] = first.share
-            return first.whole, first.part, lambda: self._loss_weight.of(scratch)
+            return FirstBatch(first.whole, first.part, lambda: self._loss_weight.of(scratch), first.share.rows)
 
         def compute(copies: Sequence[Any], batch: Any) -> torch.Tensor:
             scratch[torchbearer.MODEL], scratch[torchbearer.CRITERION] = copies
@@ -272,8 +272,9 @@ class AllReduceGradients(WeighsLoss):
         trial = state[torchbearer.SELF]
         parts = [state[torchbearer.MODEL], state[torchbearer.CRITERION]]
         draws = state[RUN_RANDOM_STATE].draws if RUN_RANDOM_STATE in state else None
+        computation = Computation(parts, compute, {id(trial): trial}, draws=draws)
         with nullcontext() if draws is None else draws.aside():
-            check_first_batch(verify, Computation(parts, compute, {id(trial): trial}), load, self.process_group)
+            check_first_batch(verify, computation, load, self.process_group)
 
 
 class AverageParameters(WeighsLoss):
