@@ -38,6 +38,7 @@ from ddp_callbacks.randomness.whole import draw_whole, sampled_shape
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CHECKPOINTING = checkpoint.__code__.co_filename
+_CALLS = nn.Module.__module__  # where hooks decide which way a layer is called
 _HOSTS = ("ddp_callbacks", "lightning", "pytorch_lightning", "torchbearer")
 _PERMUTED = "it permutes the batch, and this process has its rows only"
 _UNKNOWN = "how many numbers {} draws depends on rows of other processes"
@@ -246,10 +247,11 @@ def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
     """
     layer, stack, is_recomputed = None, [], False
     is_called_by_host = False
-    for frame in itertools.islice(_frames(), 2, None):
+    for frame in itertools.islice(_frames(), 4, None):  # after those of this module
         code = frame.f_code
-        is_called_by_host = is_called_by_host or frame.f_globals.get("__name__", "").partition(".")[0] in _HOSTS
-        if not is_called_by_host:
+        name = frame.f_globals.get("__name__", "")
+        is_called_by_host = is_called_by_host or name.partition(".")[0] in _HOSTS
+        if not is_called_by_host and name != _CALLS:
             stack.append((code, frame.f_lasti))
         if frame in around:
             break
