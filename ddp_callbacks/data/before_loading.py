@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
-from ddp_callbacks.data.global_state import copied_generator
+from ddp_callbacks.data.global_state import (
+    copied_generator,
+    get_global_state,
+    set_generators,
+    set_global_state,
+    states_of_generators,
+)
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
@@ -132,8 +138,13 @@ class Part(Source):
             return None
         indices = list(itertools.chain(*first))
         part, share = self.divider.to_compare(len(indices))
-        with SharedRandomState(group=self.group).drawing():
-            return WholeBatch(*_load_again(self.loader, indices, part), share)
+        sources = list(objects_of_order(dataset=self.loader.dataset).values())
+        generators = states_of_generators(sources)  # each process has drawn for its own part
+        try:
+            with SharedRandomState(sources, group=self.group).drawing():
+                return WholeBatch(*_load_again(self.loader, indices, part), share)
+        finally:
+            set_generators(sources, generators)
 
 
 def _collate_part(collate: Callable[[Any], Any], name: str, samples: Any) -> Any:
@@ -157,12 +168,20 @@ def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tup
         batch_sampler=[indices],
         collate_fn=functools.partial(_collate_both, loader.collate_fn, part),
         num_workers=min(1, loader.num_workers),
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=functools.partial(_begin_alike, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         timeout=loader.timeout,
     )
     whole_and_part: tuple[Any, Any] = next(iter(again))
     return whole_and_part
+
+
+def _begin_alike(init: Callable[[int], None] | None, worker: int) -> None:
+    """Call a ``worker_init_fn``, but not let it seed: it may do so by the rank, as Lightning's does."""
+    if init is not None:
+        before = get_global_state()
+        init(worker)
+        set_global_state(before)
 
 
 def _collate_both(collate: Callable[[Any], Any], part: slice, samples: Any) -> tuple[Any, Any]:

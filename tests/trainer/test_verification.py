@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import threading
 import time
 import warnings
@@ -354,6 +355,28 @@ def drawn_apart() -> DataLoader[Any]:
     return DataLoader(TensorDataset(features, labels), 8)
 
 
+class Noisy(TensorDataset):
+    """Each sample draws when it is loaded, from the global generator or its own."""
+
+    generator: torch.Generator | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * torch.rand((), generator=self.generator), y
+
+
+def noisy(generator: torch.Generator | None = None, **options: Any) -> DataLoader[Any]:
+    """In batches of 5 samples for rank 0, and 4 for rank 1."""
+    rows = Noisy(*loader(27).dataset.tensors)  # type: ignore[attr-defined]
+    rows.generator = generator
+    return DataLoader(rows, 9, **options)
+
+
+def seed_by_rank(worker: int) -> None:
+    """Like Lightning's ``worker_init_fn``."""
+    torch.manual_seed(100 * worker + int(os.environ["RANK"]))
+
+
 class Counts(Net):
     """Logs ``seen`` and ``largest``, which do not add up over the parts of a batch, and what does or cannot be told."""
 
@@ -424,6 +447,11 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "batch norm by parts": (lambda: trainer_tells(Normalized()), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
+    "augmented by workers, seeded by the rank": (
+        lambda: trainer_tells(rows=noisy(num_workers=1, worker_init_fn=seed_by_rank)),
+        "",
+    ),
+    "augmented by a generator of the data set": (lambda: trainer_tells(rows=noisy(torch.Generator())), ""),
     "loaded by workers": (lambda: trainer_tells(KnownOnly(), loader(24, 8, num_workers=1)), TELLS),
     "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
     "by hand": (lambda: trainer_tells(ByHand()), ""),
