@@ -179,8 +179,9 @@ class RunRandomState:
             restore_global_state(self._accepted)
 
     def report(self) -> list[Any]:
-        """Return what :meth:`offer` does, and a checksum of the states of torch's generators. Local."""
-        return [self.offer(), checksum_of(get_global_state()[::3])]
+        """Return what :meth:`offer` does, a checksum of torch's generators, and what is wrong with draws. Local."""
+        reasons = {} if self.draws is None else self.draws.reasons()
+        return [self.offer(), checksum_of(get_global_state()[::3]), reasons]
 
     def take(self, reports: Iterable[Sequence[Any]]) -> None:
         """Like :meth:`accept`, after noting ranks that have drawn another amount than rank 0. Local.
@@ -188,9 +189,9 @@ class RunRandomState:
         Args:
             reports: Each rank's :meth:`report`, at one moment.
         """
-        (offered, *_), digests = zip(*reports, strict=True)
+        (offered, *_), digests, reasons = zip(*reports, strict=True)
         if self.draws is not None:
-            self.draws.compare(digests)
+            self.draws.compare(digests, reasons)
         self.accept(offered)
 
     def state_dict(self) -> dict[str, Any]:

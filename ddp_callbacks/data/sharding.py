@@ -232,6 +232,8 @@ class _WithShares:
                 self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
             share = batches.take_share() if isinstance(batches, ShardedIterator) else None
             yield batch, share or _share_of_own(batch)
+        if self._draws is not None:
+            self._draws.warn()
 
 
 def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Iterable[tuple[Any, Share]]:
@@ -245,7 +247,7 @@ def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Itera
     Args:
         loader: The result of :func:`shard_loader`; with a single process, the loader itself.
         draws: What gives the batches' random numbers: it continues on all ranks from rank 0's random state,
-            after rank 0 has drawn the order of the batches.
+            after rank 0 has drawn the order of the batches. A pass that ends warns of what it could not draw so.
     """
     return _WithShares(loader, draws)
 

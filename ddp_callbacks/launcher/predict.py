@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
@@ -81,8 +82,9 @@ class _Run:
         self._begin: dict[str, Any] = {"ranks": []}  # what the ranks had sent when they had warmed up
 
     def train(self) -> int:
-        """Train; return the exit code."""
-        return asyncio.run(run_until(self._job, math.inf, "", self._stop))[1]
+        """Train; return the exit code, which is not 0 either if the user has ended it and its processes had done."""
+        launch, code = asyncio.run(run_until(self._job, math.inf, "", self._stop))
+        return code or (128 + (launch.signal or SIGTERM) if launch.stopped_by else 0)
 
     async def _stop(self, launch: Launch, report: Collector) -> None:
         self._report, self.processes = report, sum(int(node.place["processes"]) for node in launch.nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
-from ddp_callbacks.errors import ConfigurationError, Preempted
+from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.gradients.comm_hooks import CommHook
@@ -237,7 +238,13 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds."""
+        """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds.
+
+        After SIGTERM, Lightning ends the process with code 0, as if it had trained to the end: let it end with 143.
+        """
+        if isinstance(exception, SystemExit) and exception.code is None and self._trainer.received_sigterm:
+            exception.code = 128 + signal.SIGTERM
+            say(f"the training ends at step {self._trainer.global_step}, before its end: a process got SIGTERM")
         if dist.is_initialized():
             report_failure(exception)
 

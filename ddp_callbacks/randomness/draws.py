@@ -74,6 +74,7 @@ class WholeDraws:
         self._was_by_rank = False  # in any batch
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
+        self._of_others: dict[str, str] = {}  # reasons of all ranks, by layer
         self._told: set[str] = set()
 
     def accept(self, states: list[torch.Tensor]) -> None:
@@ -152,12 +153,20 @@ class WholeDraws:
             if self._before is not None and are_equal(self._before, before):
                 self._before = after
 
-    def compare(self, digests: Sequence[int]) -> None:
-        """Note ranks that have drawn another amount than rank 0.
+    def reasons(self) -> dict[str, str]:
+        """Return why a layer's draws on this rank may not be those of one process, by its name. Local."""
+        return self._operators.dims.doubts() | self._operators.refusals
+
+    def compare(self, digests: Sequence[int], reasons: Sequence[Mapping[str, str]] = ()) -> None:
+        """Note ranks that have drawn another amount than rank 0, and what is wrong on any rank. Local.
 
         Args:
             digests: Checksums of the random states of all ranks at one moment.
+            reasons: The :meth:`reasons` of all ranks.
         """
+        for rank, own in enumerate(reasons):
+            for layer, reason in own.items():
+                self._of_others.setdefault(layer, f"{reason} (rank {rank})")
         apart = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
         if apart and not self._was_by_rank and not self._operators.refusals:
             self._by_program.add(_PARTED.format(", ".join(apart)))
@@ -218,9 +227,10 @@ class WholeDraws:
 
     def warn(self) -> None:
         """Warn of layers whose draws may not be those of one process, once for each. Call it after some batches."""
-        reasons = self._operators.dims.doubts() | self._operators.refusals
-        lines = [f"{layer}: {reason}" for layer, reason in reasons.items()] + sorted(self._by_program)
-        new = [line for line in lines if line not in self._told]
-        self._told.update(new)
+        reasons = self._of_others | self.reasons()
+        lines = {layer: f"{layer}: {reason}" for layer, reason in reasons.items()}
+        lines |= {line: line for line in sorted(self._by_program)}
+        new = [line for about, line in lines.items() if about not in self._told]
+        self._told.update(lines)
         if new:
             warn("Some random numbers may not be those of one process. " + "; ".join(new) + ".")

@@ -181,13 +181,13 @@ def terminated() -> Any:
     made = trainer(OURS)
     with pytest.raises(SystemExit) as raised:
         made.fit(Signalled(signal.SIGTERM), loader())
-    return type(raised.value).__name__, made.global_step
+    return type(raised.value).__name__, raised.value.code, made.global_step
 
 
 def test_a_sigterm_on_one_rank_ends_all_after_the_same_step() -> None:
     """SIGTERM on one process does, too."""
-    (name, steps), other = WORLD.returned(terminated)
-    assert (name, steps) == other and name == "SIGTERMException" and steps in (2, 3)
+    (name, code, steps), other = WORLD.returned(terminated)
+    assert (name, code, steps) == other and name == "SIGTERMException" and code == 143 and steps in (2, 3)
 
 
 def terminate_myself() -> None:
