@@ -62,8 +62,15 @@ class Computation:
     draws: WholeDraws | None = None
 
     def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
-        """Surround ``loss_of`` for these rows."""
-        return nullcontext() if self.draws is None or rows is None else self.draws.comparing(rows, copies[0])
+        """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""
+        if self.draws is not None and rows is not None:
+            return self.draws.comparing(rows, copies[0])
+        for layer in copies[0].modules():
+            if isinstance(layer, Dropout):
+                layer.training = False
+            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+                layer.dropout = 0.0
+        return nullcontext()
 
 
 class FirstBatch(NamedTuple):
@@ -461,7 +468,7 @@ def _random_states_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _copies(computation: Computation, stack: ExitStack, is_strict: bool) -> list[Any]:
-    """Return copies of what a computation changes, without dropout and, unless strict, BatchNorm by each rank's part.
+    """Return copies of what a computation changes, unless strict without BatchNorm by each rank's part.
 
     They live until ``stack`` is closed.
     """
@@ -478,10 +485,8 @@ def _copies(computation: Computation, stack: ExitStack, is_strict: bool) -> list
         stack.enter_context(calling_only(memo))
     synchronize_copy(computation.parts[0], copies[0])
     for layer in copies[0].modules():
-        if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
+        if not is_strict and _normalizes_by_part(layer):
             layer.training = False
-        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-            layer.dropout = 0.0
     return copies
 
 
