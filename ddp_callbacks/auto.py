@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import logging
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from ddp_callbacks.cluster.environment import WorkerEnv
+from ddp_callbacks.cluster.environment import NEWS, WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"
@@ -71,12 +73,28 @@ def _say_if_unused() -> None:
     presence = sys.modules.get("ddp_callbacks.process_group.presence")  # nothing else imports torch here
     is_used = _announced or (presence is not None and presence.has_joined())
     if is_main and not is_used and is_auto() and WorkerEnv.from_environ().rank == 0:
-        say(
+        _say_if_done(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
             "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
-            "names; a loop of your own needs the functions of ddp_callbacks.",
-            logging.WARNING,
+            "names; a loop of your own needs the functions of ddp_callbacks."
         )
+
+
+_warn = functools.partial(say, level=logging.WARNING)
+
+
+def _say_if_done(text: str) -> None:
+    """Say at the program's end how it has run, unless it has failed, or shown its help.
+
+    Python does not tell here with which code the program exits. ddprun learns it, so it gets the text to say.
+    """
+    if hasattr(sys, "last_value") or {"-h", "--help"} & {*sys.argv}:
+        return
+    if NEWS not in os.environ:
+        return _warn(text)
+    with suppress(OSError, KeyError):
+        launcher = os.open(os.environ["TORCHELASTIC_ERROR_FILE"], os.O_WRONLY | os.O_NONBLOCK)
+        os.write(launcher, f"\n{json.dumps({'if_done': text})}".encode())
 
 
 def watch_imports() -> None:
@@ -146,17 +164,16 @@ class _Alone:
         watched.__init__ = init
 
     def say_at_the_end(self) -> None:
-        if "torch" in sys.modules and not hasattr(sys, "last_value"):  # no exception has ended it
-            self._say("script", "has run")
+        if "torch" in sys.modules:
+            self._say("script", "has run", _say_if_done)
 
-    def _say(self, what: str, does: str) -> None:
+    def _say(self, what: str, does: str, tell: Callable[[str], None] = _warn) -> None:
         if not self._is_over and multiprocessing.parent_process() is None:
             self._is_over = True
-            say(
+            tell(
                 f"this {what} {does} on each of the {self._processes} processes by itself: they have joined no process "
                 f"group. {self._REMEDIES[what]}, or start the script with ddprun --auto. If it is meant: ddprun "
-                "--independent.",
-                logging.WARNING,
+                "--independent."
             )
 
 

@@ -20,7 +20,7 @@ _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|Rendezvo
 _BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError|gloo/transport/"
 )
-_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
+_NOT_ITS_OWN = re.compile(r"\[[IWEF]\d{4} |ddp_callbacks: ")  # the start of a line by torch's C++, or by this library
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
 _REMEDIES = {
     "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
@@ -120,6 +120,7 @@ class End:
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
         over_since: When it was heard that its program is over; infinite until then.
         kept_by: The names of the threads that kept it running then, if no exception ended the program.
+        if_done: What to say if the job is done, with exit code 0.
     """
 
     node: str
@@ -133,13 +134,16 @@ class End:
     wrote: dict[str, bytes] = field(default_factory=dict)
     over_since: float = math.inf
     kept_by: tuple[str, ...] = ()
+    if_done: str = ""
 
     def hear(self, stream: str, data: bytes) -> None:
         """Take what the rank has written to a stream other than its standard output."""
         self.wrote[stream] = (self.wrote.get(stream, b"") + data)[-TAIL:]
         if stream != "f":
             return
-        record, self.kept_by = read_record(self.text("f"), 0.0), tuple(_last_json(self.text("f")).get("kept_by", ()))
+        said = _last_json(self.text("f"))
+        record, self.kept_by = read_record(self.text("f"), 0.0), tuple(said.get("kept_by", ()))
+        self.if_done = said.get("if_done", "")
         if self.kept_by or (record and record.is_over):
             self.over_since = min(self.over_since, time.monotonic())
             self.printed = replace(record, began=self.over_since) if record else None
@@ -283,7 +287,7 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
+    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _NOT_ITS_OWN.match(line)), "")
     silent = f"last output: {said}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:

@@ -261,7 +261,8 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
             raise ConfigurationError(f"-x {name}: ddprun sets it for each process. Leave it out.")
         found = {name: value} if equals else {each: environ[each] for each in environ if fnmatchcase(each, name)}
         if not found:
-            raise ConfigurationError(f"-x {name}: the variable is not set here. Set it, or write -x {name}=VALUE.")
+            instead = f", or write -x {name}=VALUE" if name.isidentifier() else ""
+            raise ConfigurationError(f"-x {name}: no such variable is set here. Set it{instead}.")
         variables.update(found)
     for name, value in variables.items():
         if name.endswith("_VISIBLE_DEVICES") and not _PLAIN.fullmatch(value) and not all(n.is_here for n in nodes):

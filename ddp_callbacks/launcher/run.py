@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+from ddp_callbacks.cluster.environment import NO_REPORT
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
@@ -83,7 +84,7 @@ async def run_until(
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        report = Collector(job.command)
+        report = Collector(job.command, (job.forwarded | job.environ).get(NO_REPORT) != "1")
         taken = take_requests(output.folder, partial(take_request, launch, report, output.folder))
         beside = [launch.pass_on_input(output.begin_lines), taken, *([stop(launch, report)] if stop else [])]
         readers = [asyncio.ensure_future(each) for each in beside]

@@ -378,22 +378,23 @@ class Watch:
         if trace := write_trace(self._report.traced(), self._output.folder):
             self._output.note(trace)
         if self._launch.has_enough:
-            self._note_course(course)
+            self._note_if_any(course)
             return 0
         if self._is_preempted():
-            self._note_course(course)
+            self._note_if_any(course)
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
         if self._launch.stopped_by and self._end_at is None and not self._has_failed():
             return self._conclude_stop()
         if all(rank.code == 0 for rank in self._ends_of_members()) and not self._lost:
-            self._note_course(course)
+            self._note_if_any(course)
+            self._note_if_any("".join(rank.if_done for rank in self._ends_of_members()))
         return self._conclude_failure()
 
-    def _note_course(self, course: str) -> None:
-        if course:
-            self._output.note(course)
+    def _note_if_any(self, text: str) -> None:
+        if text:
+            self._output.note(text)
 
     def _is_preempted(self) -> bool:
         """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""

@@ -58,8 +58,8 @@ def spawn(
         backend, timeout: As in :func:`join_process_group`.
 
     Raises:
-        ConfigurationError: A number is out of range, there is no address to meet at, or forked processes could not
-            compute.
+        ConfigurationError: A number is out of range, there is no address to meet at, forked processes could not
+            compute, or the script lacks ``if __name__ == "__main__":``.
         ProcessRaisedException: From torch: ``fn`` raised on a process; holds the traceback. The other processes are
             ended.
         ProcessExitedException: From torch: a process was killed, or exited with a non-zero exit code.
@@ -119,6 +119,11 @@ def _end_as_the_processes(error: mp.ProcessExitedException, passed: Sequence[int
 
 
 def _start_method() -> str:
+    if hasattr(mp.current_process(), "_inheriting"):  # set while it imports the main module; __main__ is none yet
+        raise ConfigurationError(
+            "spawn was called by a process that still imports the script, and each new process would do the same. Put "
+            'the call, and all that is to be done once, under if __name__ == "__main__".'
+        )
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script and os.path.exists(script):
         return "spawn"

@@ -55,9 +55,11 @@ class Collector:
 
     Args:
         command: The script and its arguments.
+        is_sent: Whether ranks send anything; they do not with ``--no-report``.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], is_sent: bool = True) -> None:
+        self._is_sent = is_sent
         self._command, self._date, self._begin = list(command), time.strftime("%Y-%m-%d %H:%M"), time.monotonic()
         self._ranks: dict[int, Rank] = {}
         self._events: list[tuple[float, str, str]] = []
@@ -102,6 +104,7 @@ class Collector:
             "seconds": round(now, 2),
             "ranks": [_data(number, rank, now) for number, rank in sorted(self._ranks.items()) if rank.said],
             "events": self._events,
+            "is_sent": self._is_sent,
         }
 
     def traced(self) -> Traced:

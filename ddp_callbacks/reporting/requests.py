@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,7 +61,7 @@ def ask(job: str | None, answer: str, seconds: float, wanted: str = "") -> str:
     """Ask a job for something, and return what it answers in the file ``answer``.
 
     Args:
-        job: The folder of its logs; ``None``: the newest one in ddprun-logs.
+        job: The folder of its logs; ``None``: the newest one in ddprun-logs that still runs.
         wanted: The nodes that are to join, as in ``-H``, or :data:`STATUS`; if empty, it is asked for the stacks.
 
     Raises:
@@ -118,7 +119,8 @@ def write_answer(path: Path, text: str) -> None:
 
 def _folder(job: str | None) -> Path:
     parent = Path(job or "ddprun-logs")
-    found = sorted(parent.glob("*-*-*")) or ([] if job is None else [parent])
+    runs_last = sorted(parent.glob("*-*-*"), key=lambda each: (os.path.exists(each / RUNS), each))
+    found = runs_last or ([] if job is None else [parent])
     if not found or not found[-1].is_dir():
         raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
     return found[-1].resolve()

@@ -29,7 +29,7 @@ def show_status(argv: Sequence[str]) -> int:
         ConfigurationError: There is no such job here, or it does not answer.
     """
     parser = ArgumentParser(prog="ddprun status", description="Show what each rank of a running job does.")
-    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest that runs, in ddprun-logs)")
     parser.add_argument("--once", action="store_true", help="print one table; so does an output that is no terminal")
     parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
     options = parser.parse_args(argv)
@@ -51,6 +51,8 @@ def show_status(argv: Sequence[str]) -> int:
 
 def table(data: Mapping[str, Any]) -> str:
     """Return a line for each rank that has trained, below a header."""
+    if not data["is_sent"]:
+        return f"{_title(data)}; it was started with --no-report, which leaves out what ddprun status shows"
     if not data["ranks"]:
         return f"{_title(data)}; no rank has begun to train"
     rows = [_HEAD, *(_row(rank) for rank in data["ranks"])]

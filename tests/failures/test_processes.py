@@ -15,6 +15,7 @@ from kit.commands import finish, run, start
 from kit.ranks import free_port
 
 from ddp_callbacks import spawn
+from ddp_callbacks.errors import ConfigurationError
 
 pytestmark = pytest.mark.shares_results()
 
@@ -119,4 +120,10 @@ def test_nobody_takes_the_port_before_rank_0_listens_there(monkeypatch: pytest.M
 
     monkeypatch.setattr(mp, "start_processes", try_the_port)
     with pytest.raises(Reserved):
+        spawn(print, 2)
+
+
+def test_a_script_that_spawns_without_a_guard_is_told_to_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mp.current_process(), "_inheriting", True, raising=False)  # as while a child imports the script
+    with pytest.raises(ConfigurationError, match=r'under if __name__ == "__main__"\.$'):
         spawn(print, 2)

@@ -127,6 +127,13 @@ def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
     assert {"-n", "-np"} < REFUSED.keys()
 
 
+def test_no_flag_has_its_default_from_a_variable_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {f"PET_{name.upper()}": value or "1" for name, (value, _, _) in TAKEN.items()}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    assert vars(plan("t.py", environ=theirs)) == vars(plan("t.py"))
+
+
 def test_ranks_get_every_variable_that_torchrun_sets() -> None:
     """Ranks get every variable that torchrun sets."""
     place = {"processes": 2, "cores": 4, "interface": "eth0", "package": "/p"}

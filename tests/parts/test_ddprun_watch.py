@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+from ddp_callbacks.auto import _Alone
 from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.failures import End
 from ddp_callbacks.launcher.members import Members
@@ -126,6 +129,28 @@ def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
     launch: Any = Launch(f"-H h1:1,h2:1 --max-restarts {restarts}", reports)
     asyncio.run(Watch(launch, MagicMock()).run())
     assert launch.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "is_told"), [([], 0, True), (["--help"], 0, False), (["--lr", "bad"], 2, False)]
+)
+def test_a_script_that_ends_with_an_error_or_its_help_is_not_told_that_it_trains_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int, is_told: bool
+) -> None:
+    record = tmp_path / "record"
+    record.touch()
+    monkeypatch.setenv("DDP_CALLBACKS_NEWS", "there")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
+    monkeypatch.setattr("sys.argv", ["train.py", *argv])
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    _Alone(2).say_at_the_end()
+    wrote = 0, "Wrote", {"rank": 0, "stream": "f", "data": record.read_text()}
+    launch: Any = Launch(
+        "-H h1:1,h2:1", [*BOTH, wrote, ended(0, code), ended(1, code), (0, "Done", {}), (1, "Done", {})]
+    )
+    output = MagicMock()
+    assert asyncio.run(Watch(launch, output).run()) == code
+    assert ("they have joined no process group" in str(output.note.call_args_list)) == is_told
 
 
 # --- continuing without what was lost; rank 0 runs on h1, ranks 1 and 2 on h2 -----------------------------------------

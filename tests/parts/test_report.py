@@ -19,7 +19,7 @@ from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
-from ddp_callbacks.reporting.requests import new_folder, take_requests
+from ddp_callbacks.reporting.requests import RUNS, _folder, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
 from ddp_callbacks.reporting.trace import Span, write
 
@@ -188,8 +188,22 @@ def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys
     assert all(re.search(r" 17 % +0.0 GB +\d+ s ago  loss 0.25$", row) for row in rows), rows
 
 
+@pytest.mark.parametrize(("running", "chosen"), [([0, 1], 1), ([0], 0), ([], 2)])
+def test_a_command_asks_the_newest_job_that_still_runs(tmp_path: Path, running: list[int], chosen: int) -> None:
+    folders = [tmp_path / f"20260102-03040{number}-000000001" for number in range(3)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        if number in running:
+            (folder / RUNS).touch()
+    assert _folder(str(tmp_path)) == folders[chosen]
+
+
 def test_a_job_in_which_no_rank_trains_says_so() -> None:
     assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train")
+
+
+def test_a_job_without_a_report_says_that_status_needs_it() -> None:
+    assert "; it was started with --no-report, " in table(Collector(["train.py"], is_sent=False).data())
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_a_script_that_trains_apart_on_each_process_is_told(kind: str, tmp_path:
     path.write_text(FORGOTTEN[kind])
     command = ["ddprun", "--nproc-per-node", 2]
     output = run([*command, path], tmp_path, cold=True)
-    warning = f"ddp_callbacks: this {kind} "
+    warning = f"{'ddprun' if kind == 'script' else 'ddp_callbacks'}: this {kind} "
     assert output.count("they have joined no process group") == output.count(warning) == 1, output
     assert "by itself" not in run([*command, "--independent", path], tmp_path, cold=True)
 
