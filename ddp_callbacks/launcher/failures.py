@@ -20,7 +20,7 @@ _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|Rendezvo
 _BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError|gloo/transport/"
 )
-_NOT_ITS_OWN = re.compile(r"\[[IWEF]\d{4} |ddp_callbacks: ")  # the start of a line by torch's C++, or by this library
+_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
 _REMEDIES = {
     "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
@@ -287,7 +287,7 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _NOT_ITS_OWN.match(line)), "")
+    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
     silent = f"last output: {said}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:

@@ -104,10 +104,6 @@ FIRST: dict[str, tuple[list[End], str]] = {
         [End("a", 0, 1.0, 7, wrote={"e": b"no data\n"})],
         "7: rank 0 on a failed with exit code 7: last output: no data",
     ),
-    "says something, then this library does": (
-        [End("a", 0, 1.0, 7, wrote={"e": b"no data\nddp_callbacks: this Trainer trains\n"})],
-        "7: rank 0 on a failed with exit code 7: last output: no data",
-    ),
     "-": ([End("a", 0, 1.0, 7)], "7: rank 0 on a failed with exit code 7: no exception was printed"),
     "nobody": ([End("a", 0, 1.0, 0), b(2.0, 0, printed=own())], ""),
 }

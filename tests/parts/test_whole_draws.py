@@ -100,6 +100,11 @@ STEPS: dict[str, Step] = {
     "gumbel noise": lambda x: F.gumbel_softmax(x) + F.gumbel_softmax(x, hard=True),
     "of each sample by vmap": lambda x: torch.func.vmap(F.dropout, randomness="different")(x),
     "flattened": lambda x: F.dropout(x.flatten(0, 1), 0.3).view_as(x),
+    "two views": lambda x: sum(F.dropout(torch.cat([x, 2 * x]), 0.3).chunk(2)),
+    "stacked views": lambda x: F.dropout(torch.stack([x, x]).flatten(0, 1), 0.3).unflatten(0, (2, -1)).sum(0),
+    "repeated": lambda x: torch.randn_like(x.repeat(2, 1, 1)).unflatten(0, (2, -1)).sum(0),
+    "repeated one by one": lambda x: F.dropout(x.repeat_interleave(3, 0)).unflatten(0, (-1, 3)).sum(1),
+    "sizes of two views": lambda x: torch.rand(len(torch.cat((x, x))), dtype=x.dtype).view(2, -1, 1, 1).sum(0) + x,
     "stochastic depth": stochastic_depth,
     "views": into_a_view,
     "probabilities": probabilities,
@@ -278,6 +283,45 @@ def test_batches_of_different_sizes_tell_that_a_draw_is_not_for_the_batch() -> N
     torch.manual_seed(5)
     assert torch.equal(found, constant(found))
     with pytest.warns(UserWarning, match="no dimension holds the batch, earlier batches drew for another"):
+        draws.warn()
+
+
+def own_generator() -> Step:
+    generator = torch.Generator().manual_seed(3)
+    return lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def seeded(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return F.dropout(x)
+
+
+@pytest.mark.parametrize("make", [own_generator, lambda: seeded], ids=["a generator", "a seed"])
+def test_draws_that_leave_the_random_state_are_one_processs_in_every_batch(make: Callable[[], Step]) -> None:
+    draws, step, expected = WholeDraws(nn.Identity(), 0), make(), make()
+    for _ in range(3):
+        torch.testing.assert_close(drawn(draws, step, 4, 9), expected(batch(9))[:4])
+    draws.warn()
+
+
+def test_a_batch_that_is_computed_whole_and_in_part_tells_which_dimension_holds_it() -> None:
+    noise = lambda x: x + torch.rand(WIDTH, dtype=x.dtype) + torch.rand(len(x), 1, WIDTH, dtype=x.dtype)  # noqa: E731
+    draws, module = WholeDraws(nn.Identity(), 0), nn.Identity()
+    call: Step = eval("lambda x: noise(x)", {"__name__": "lightning", "noise": noise})  # from where does not count
+    for rows in (Rows(0, 16, 16), Rows(0, 11, 16)):
+        with draws.comparing(rows, module):
+            call(batch(rows.samples))
+    torch.manual_seed(5)
+    whole = noise(batch(16))
+    torch.testing.assert_close(drawn(draws, call, WIDTH, 16), whole[:WIDTH])
+    draws.warn()
+
+
+def test_a_rank_tells_what_another_one_could_not_draw_whole() -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    draws.compare([7, 7], [{}, {"noise": "it permutes the batch"}])
+    with pytest.warns(UserWarning, match=r"noise: it permutes the batch \(rank 1\)"):
         draws.warn()
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -323,6 +324,20 @@ class Augmented(Net):
         return batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]
 
 
+class DrawsNoise(Net):
+    """Adds noise to its samples, and draws a mask of them."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor], mean_of_masked: bool = False) -> None:
+        super().__init__()
+        self.draw, self.mean_of_masked = draw, mean_of_masked
+        self.own = torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0] + self.draw(batch[0]) + torch.rand(batch[0].shape, generator=self.own))
+        losses = F.cross_entropy(outputs, batch[1], reduction="none")
+        return losses[torch.rand(len(losses)) > 0.3].mean() if self.mean_of_masked else losses.mean()
+
+
 class Breaks(Net):
     """On rank 1, unless the batch is one of the training."""
 
@@ -453,6 +468,13 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "augmented by a generator of the data set": (lambda: trainer_tells(rows=noisy(torch.Generator())), ""),
     "loaded by workers": (lambda: trainer_tells(KnownOnly(), loader(24, 8, num_workers=1)), TELLS),
+    "noise by torch": (lambda: trainer_tells(DrawsNoise(torch.randn_like)), ""),
+    "noise by NumPy": (
+        lambda: trainer_tells(DrawsNoise(lambda x: torch.from_numpy(numpy.random.normal(size=x.shape)))),
+        "draw those of the samples by torch, with the batch in the first dimension",
+    ),
+    "one number by NumPy": (lambda: trainer_tells(DrawsNoise(lambda x: torch.tensor(numpy.random.normal()))), ""),
+    "a mask that its step draws": (lambda: trainer_tells(DrawsNoise(torch.randn_like, mean_of_masked=True)), TELLS),
     "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
     "by hand": (lambda: trainer_tells(ByHand()), ""),
     "what cannot be copied": (lambda: trainer_tells(HoldsALock()), ""),
