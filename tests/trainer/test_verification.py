@@ -586,7 +586,6 @@ class CallsAGlobal(Net):
 
 @WORLD.on(TWO)
 def test_a_module_of_the_script_is_no_part_of_the_comparison() -> None:
-    """A global loss keeps its state."""
 
     def mean_after(run: Callable[..., str], **options: Any) -> float:
         AVERAGED.mean.fill_(1.0)
