@@ -137,9 +137,10 @@ def blocks_of(name: str, given: Any, made: torch.Tensor, samples: int) -> int | 
         return several if all(each.shape[0] == samples for each in tensors) else None
     if name in _REPEATS:
         return several if sizes[0] == samples else None
-    if sizes[0] == samples:
-        return 1
-    return sizes[0] if len(sizes) > 1 and sizes[1] == samples and several % sizes[0] == 0 else None
+    if samples not in sizes[:2] or sizes[:2].count(samples) > 1:  # either may hold the batch
+        return None
+    blocks = 1 if sizes[0] == samples else sizes[0]
+    return blocks if several % blocks == 0 else None
 
 
 def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:

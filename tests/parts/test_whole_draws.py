@@ -101,7 +101,7 @@ STEPS: dict[str, Step] = {
     "of each sample by vmap": lambda x: torch.func.vmap(F.dropout, randomness="different")(x),
     "flattened": lambda x: F.dropout(x.flatten(0, 1), 0.3).view_as(x),
     "two views": lambda x: sum(F.dropout(torch.cat([x, 2 * x]), 0.3).chunk(2)),
-    "stacked views": lambda x: F.dropout(torch.stack([x, x]).flatten(0, 1), 0.3).unflatten(0, (2, -1)).sum(0),
+    "stacked views": lambda x: F.dropout(torch.stack([x] * 8).flatten(0, 1)).unflatten(0, (8, -1)).sum(0),
     "repeated": lambda x: torch.randn_like(x.repeat(2, 1, 1)).unflatten(0, (2, -1)).sum(0),
     "repeated one by one": lambda x: F.dropout(x.repeat_interleave(3, 0)).unflatten(0, (-1, 3)).sum(1),
     "sizes of two views": lambda x: torch.rand(len(torch.cat((x, x))), dtype=x.dtype).view(2, -1, 1, 1).sum(0) + x,
