@@ -313,8 +313,8 @@ def _compare(
         return
     if broadcast_object(_differences(of_whole()[0], expected), _DOING, group):
         raise ConfigurationError(
-            'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
-            "even with dropout layers off. The model is random, or its gradients are not finite."
+            'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ. '
+            "The model is random, or its gradients are not finite."
         )
     _require_same_batch(expected, group)
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
