@@ -206,6 +206,7 @@ def check_logged(
             with draws.of_part(first):
                 own = compute(first.part, first.rows, _fraction(first.weight, group))
             if text := _differing(own, expected, of_whole, group):
+                draws.require_told()
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
                     f"{text}{draws.remedy()}"
@@ -219,7 +220,7 @@ class _Draws:
     """
 
     def __init__(self, computation: Computation, group: dist.ProcessGroup | None) -> None:
-        self._shared, self._knows = SharedRandomState(group=group), computation.draws is not None
+        self._shared, self._draws, self._group = SharedRandomState(group=group), computation.draws, group
 
     def of_part(self, first: FirstBatch) -> AbstractContextManager[None]:
         """Surround the computation of this rank's part, after one of the whole batch."""
@@ -238,7 +239,16 @@ class _Draws:
             yield rows and Rows(0, rows.total, rows.total)
 
     def _is_exact(self, first: FirstBatch) -> bool:
-        return self._knows and first.rows is not None
+        return self._draws is not None and first.rows is not None
+
+    def require_told(self) -> None:
+        """Raise if a draw of a part was not that of one process: the run tells which, by its layer. A collective."""
+        refusals = {} if self._draws is None else self._draws.refused
+        if any_rank(bool(refusals), _DOING, self._group):
+            raise ConfigurationError(
+                "the first batch cannot be compared, as its random numbers are not those of one process: "
+                f"{refusals or 'see another rank'}."
+            )
 
     def remedy(self) -> str:
         """Return what to do about random numbers, if any were drawn since the last rewind."""
@@ -306,6 +316,7 @@ def _compare(
     differing = broadcast_object(found, _DOING, group)
     if not differing:
         if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
+            draws.require_told()
             raise MismatchError(
                 "the gradient of the first batch is that of one process, but the mean over the processes of what the "
                 f"training step logs is not: {text}{draws.remedy()}"
@@ -316,6 +327,7 @@ def _compare(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ. '
             "The model is random, or its gradients are not finite."
         )
+    draws.require_told()
     _require_same_batch(expected, group)
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
     name, most = max(zip(_trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))

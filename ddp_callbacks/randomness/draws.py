@@ -62,6 +62,9 @@ class WholeDraws:
         module: The model, for the names of its layers.
         rank: This process's rank; ``None``: the one that it has in the default group at the time.
         by_rank: Let each rank draw its own numbers instead.
+
+    Attributes:
+        refused: Why a layer drew by rank in the last :meth:`comparing` of a part, by its name.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
@@ -74,6 +77,7 @@ class WholeDraws:
         self._was_by_rank = False  # in any batch
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
+        self.refused: dict[str, str] = {}
         self._of_others: dict[str, str] = {}  # reasons of all ranks, by layer
         self._told: set[str] = set()
 
@@ -128,6 +132,7 @@ class WholeDraws:
                 yield
         finally:
             operators.end()
+            self.refused = self.refused if rows.is_whole else operators.refusals
 
     def backward(self) -> AbstractContextManager[object]:
         """Surround the backward of the batch of the last :meth:`forward`."""
