@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -119,7 +120,8 @@ def _end_as_the_processes(error: mp.ProcessExitedException, passed: Sequence[int
 
 
 def _start_method() -> str:
-    if hasattr(mp.current_process(), "_inheriting"):  # set while it imports the main module; __main__ is none yet
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any((each.f_globals.get("__name__"), each.f_code.co_name) == ("__mp_main__", "<module>") for each in frames):
         raise ConfigurationError(
             "spawn was called by a process that still imports the script, and each new process would do the same. Put "
             'the call, and all that is to be done once, under if __name__ == "__main__".'

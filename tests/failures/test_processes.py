@@ -123,7 +123,6 @@ def test_nobody_takes_the_port_before_rank_0_listens_there(monkeypatch: pytest.M
         spawn(print, 2)
 
 
-def test_a_script_that_spawns_without_a_guard_is_told_to_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mp.current_process(), "_inheriting", True, raising=False)  # as while a child imports the script
+def test_a_script_that_spawns_without_a_guard_is_told_to_add_one() -> None:
     with pytest.raises(ConfigurationError, match=r'under if __name__ == "__main__"\.$'):
-        spawn(print, 2)
+        exec("spawn(print, 2)", {"__name__": "__mp_main__", "spawn": spawn})  # as while a child imports the script
