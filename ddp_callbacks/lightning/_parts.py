@@ -6,6 +6,8 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import importlib
+import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
@@ -102,6 +104,14 @@ def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
     hooks = importlib.import_module(f"{ROOTS[package]}.core.hooks").DataHooks
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
+
+
+def own_batch_hooks(*owners: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the hooks of batches that these modules and callbacks override, without Lightning's classes and ours."""
+    for owner, stage, moment in itertools.product(owners, ("train", "validation", "test"), ("start", "end")):
+        name = f"on_{stage}_batch_{moment}"
+        if getattr(owner, name).__module__.partition(".")[0] not in (*ROOTS, "ddp_callbacks"):
+            yield owner, name
 
 
 # --- the Trainer's parts -------------------------------------------------------------------------------------------
