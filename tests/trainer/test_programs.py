@@ -24,7 +24,7 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "attention in an evaluation": Program("trainer", 3, ("drops_inside=MultiheadAttention_without_weights",)),
     "samples of which few draw": Program("trainer", 200490, ("augments=sometimes",)),
     "a hook of a Trial's batch, in which the first batch is compared": Program("trial", 0, ("noise_in_batches=rand",)),
-    "a callback that computes a model with dropout": Program(
+    "a callback that computes the model, which draws": Program(
         "trainer", 200797, ("callback_trains", "drops=recomputed")
     ),
     "samples that draw in each pass": Program("trainer", 200008, ("augments=numpy",)),
