@@ -448,6 +448,8 @@ class Watch:
             self._output.quote(rank.node, rank.rank or 0, last_words(rank.lines))
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
+        self._report.note(cause.text)
+        write(self._report.data(), self._output.folder)
         self._output.note(cause.text)
         if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
             self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")

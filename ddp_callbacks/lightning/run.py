@@ -236,7 +236,9 @@ class Run:
         If a backward comes next, the answers travel with the gradients.
         """
         if (carrier := self._carrier()) is None:
+            self._mark("in forward")
             answers = all_gather_object(skips, _SKIPS)
+            self._mark(None)
             if all(answers) and self._synchronizer is not None:
                 self._synchronizer.synchronize()  # gradients that were accumulated before
             return answers

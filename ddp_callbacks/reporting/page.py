@@ -26,9 +26,9 @@ from ddp_callbacks.reporting.summary import (
 _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
-    "Between steps: the optimizer, callbacks, logging. Validating: and what follows until the next batch, such as "
-    "checkpoints. All exchange for as long as the process waits that waits least; what others wait longer, they wait "
-    "for slower ones."
+    "Between steps: the optimizer, callbacks, logging. Validating: with waits for others, and what follows until the "
+    "next batch, such as checkpoints. All exchange for as long as the process waits that waits least; what others wait "
+    "longer, they wait for slower ones."
 )
 _MARKS = "Grey: an epoch begins. Green: a validation begins. Orange: see below."
 _STYLE = """
@@ -60,12 +60,14 @@ def render(data: Mapping[str, Any]) -> str:
     """Return the page of a job, from :meth:`.collector.Collector.data`."""
     command = escape(" ".join(data["command"]))
     lead = escape(one_line(data) or "No rank has trained").replace(" %", "&nbsp;%")
+    notes = [(in_words(when), text) for when, kind, text in data["events"] if kind == "note"]
     body = [
         f"<h1>{command}</h1><p class=faint>ddprun, {data['date']}, {in_words(data['seconds'])}</p>",
         f"<p class=lead>{lead}.</p>",
         *_section("Where the time went", _bars(data)),
         *_section("What to try next", _list(advice(data), "ol")),
         *_section("Steps per second", _chart(data)),
+        *(_section("What happened", _table(notes, "left")) if notes else ()),
         *_section("Numbers", _numbers(data)),
         *_section("Settings and versions", _table(_settings(data), "left")),
     ]
@@ -129,7 +131,6 @@ def _chart(data: Mapping[str, Any]) -> Iterator[str]:
     course = f"{marks}<polyline points='{points}' {style}/>"
     yield f"<svg viewBox='0 0 1000 200' preserveAspectRatio='none' role='img'>{course}</svg>"
     yield f"<div class='axis faint'><span>{in_words(begin)}</span><span>{in_words(end)}</span></div>"
-    yield from _table([(in_words(when), text) for when, kind, text in data["events"] if kind == "note"], "left")
 
 
 def _across(when: float, begin: float, end: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from trainers import CLASSES, FEATURES, Net, fit, loader, trainer
 from ways import Way
 
 from ddp_callbacks.lightning import CallbackStrategy
+from ddp_callbacks.replicas.step_times import StepTimes
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -188,6 +190,35 @@ def test_a_sigterm_on_one_rank_ends_all_after_the_same_step() -> None:
     """SIGTERM on one process does, too."""
     (name, code, steps), other = WORLD.returned(terminated)
     assert (name, code, steps) == other and name == "SIGTERMException" and code == 143 and steps in (2, 3)
+
+
+class Slow(Net):
+    """Rank 1 computes for 20 ms longer, in batches that no exchange of gradients follows, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 * self.trainer.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD
+def seconds_in_forward() -> list[float]:
+    found: list[float] = []
+    mark = StepTimes.mark
+
+    def counting(times: StepTimes, part: Any) -> None:
+        before = times._last
+        mark(times, part)
+        found.append(times._last - before if part == "in forward" else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepTimes, "mark", counting)
+        fit(OURS, Slow(), loader(), accumulate_grad_batches=3)
+    return found
+
+
+def test_a_rank_that_waits_in_an_accumulated_batch_does_not_seem_to_compute() -> None:
+    fast, slow = (sum(each) for each in WORLD.returned(seconds_in_forward))
+    assert slow - fast > 0.015 * 8, (fast, slow)  # two epochs of four batches
 
 
 def terminate_myself() -> None:
