@@ -64,7 +64,7 @@ class WholeDraws:
         by_rank: Let each rank draw its own numbers instead.
 
     Attributes:
-        refused: Why a layer drew by rank in the last :meth:`comparing` of a part, by its name.
+        refused: Why a layer drew by rank in the last comparison, by its name.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
