@@ -120,7 +120,8 @@ class DrawingOperators(TorchDispatchMode):
 
     def arrange(self, name: str, given: Any, made: Any) -> None:
         """Note how the function ``name`` has arranged several rows of each sample."""
-        if isinstance(made, torch.Tensor) and made.dim() and self.rows.samples:
+        is_of_batch = isinstance(made, torch.Tensor) and not isinstance(given, nn.Parameter)
+        if is_of_batch and made.dim() and self.rows.samples:
             blocks = blocks_of(name, given, made, self.rows.samples)
             if blocks is not None:
                 self._blocks[made.shape[0]] = blocks
