@@ -13,9 +13,12 @@ from ddp_callbacks.process_group.failures import enter, launching, of_device, re
 GATHERED_NBYTES = 768 * 1024
 """Up to this size over all ranks, an all-gather and a local sum are faster on the CPU than an all-reduce.
 
-An all-gather needs half the rounds of gloo's ring all-reduce but moves more bytes. On one machine with two and three
-ranks, it took 0.4 to 0.7 of the time up to 160 KB per rank; at about 480 KB they were equal.
+An all-gather needs half the rounds of gloo's ring all-reduce. On one machine with two and three ranks, it took 0.4 to
+0.7 of the time up to 160 KB per rank; at about 480 KB they were equal.
 """
+
+EXTRA_NBYTES = 16 * 1024
+"""What each round of an all-gather may send more than one of the ring: a link of 1 Gbit/s sends it in 0.13 ms."""
 
 _TAG = 8  # bytes of the tag before a small sum; as wide as the widest real dtype, so numbers stay aligned
 
@@ -60,7 +63,7 @@ class ProcessGroupWork:
         self._group = group = group if tensor.device.type != "cpu" else cpu_group(group)
         self._doing = doing
         self._gathered: torch.Tensor | None = None
-        if tensor.device.type == "cpu" and group.size() > 1 and tensor.nbytes * group.size() <= GATHERED_NBYTES:
+        if tensor.device.type == "cpu" and is_gathered(tensor.nbytes, group.size()):
             message = _tagged(tensor, tag_of(doing))
             self._gathered = message.new_empty(group.size(), message.numel())
             work = all_gather_flat(group, self._gathered.view(-1), message)
@@ -89,6 +92,11 @@ class ProcessGroupWork:
                 self._result.add_(other)
         elif self._tensor is not self._result:
             self._result.copy_(self._tensor)
+
+
+def is_gathered(nbytes: int, ranks: int) -> bool:
+    """Whether a sum of so many bytes on each of ``ranks`` is an all-gather and a local sum."""
+    return ranks > 1 and nbytes * ranks <= GATHERED_NBYTES and nbytes * (ranks - 2) <= EXTRA_NBYTES * ranks
 
 
 def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:

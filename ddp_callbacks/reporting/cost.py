@@ -22,7 +22,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-GATHERED, CHUNK, FIRST_BUCKET, BUCKET = 768 << 10, 4 << 20, 1 << 20, 25 << 20  # bytes, as in comm and gradients
+GATHERED, EXTRA, CHUNK, FIRST_BUCKET, BUCKET = 768 << 10, 16 << 10, 4 << 20, 1 << 20, 25 << 20
+"""Bytes, as in comm and gradients."""
+
 SIZES = 1 << 10, 4 << 20  # bytes of sums that tell the latency and the bandwidth
 _AT_A_TIME = 2  # chunks: gloo works with two threads
 
@@ -96,10 +98,15 @@ class Step:
     def _wire(self, nbytes: float, machines: int, network: Network, half: bool) -> float:
         """Return the seconds to sum ``nbytes`` of each machine over the machines."""
         others, sent = machines - 1, nbytes / 2 if half else nbytes
-        if sent / self.processes * machines <= GATHERED:
+        if is_gathered(sent / self.processes, machines):
             return others * (network.latency + sent / network.bandwidth)
         rounds = math.ceil(nbytes / self.processes / (_AT_A_TIME * CHUNK))
         return 2 * others * (rounds * network.latency + sent / machines / network.bandwidth)
+
+
+def is_gathered(nbytes: float, machines: int) -> bool:
+    """Whether a sum of so many bytes of each machine is an all-gather, as in comm."""
+    return nbytes * machines <= GATHERED and nbytes * (machines - 2) <= EXTRA * machines
 
 
 def network_of(sums: Sequence[float], machines: int) -> Network:

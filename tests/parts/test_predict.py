@@ -40,8 +40,9 @@ BY_HAND: dict[str, tuple[float, float]] = {
     "half of the bytes": (STEP.seconds(2, NETWORK, BF16), 0.01 + 0.045 + 0.004 + 5 * FIRST),
     # 12 MiB of parameters in two buckets after every fiftieth step; nothing hides them.
     "now and then": (STEP.seconds(2, NETWORK, DILOCO), 0.01 + 0.045 + (0.002 + 0.004 + 11 * FIRST) / 50),
-    # Of 192 KiB, four machines gather all: 3 messages, each with the whole.
-    "few bytes": (replace(STEP, nbytes=192 << 10).seconds(4, NETWORK), 0.01 + 0.0225 + 0.003 + 3 * (192 << 10) / 100e6),
+    # Of 32 KiB, four machines gather all: 3 messages, each with the whole. Of more, they would send too much.
+    "few bytes": (replace(STEP, nbytes=32 << 10).seconds(4, NETWORK), 0.01 + 0.0225 + 0.003 + 3 * (32 << 10) / 100e6),
+    "more": (replace(STEP, nbytes=40 << 10).seconds(4, NETWORK), 0.01 + 0.0225 + 0.006 + 6 * (10 << 10) / 100e6),
     # Each of four processes carries a quarter: 2.5 MiB go at once.
     "processes share a link": (replace(STEP, processes=4).seconds(2, NETWORK), 0.01 + 0.045 + 0.002 + 10 * FIRST),
 }
@@ -55,7 +56,9 @@ def test_the_model_gives_what_one_works_out_by_hand(name: str) -> None:
 
 
 def test_the_model_counts_as_the_library_sums() -> None:
-    assert cost.GATHERED == group_sums.GATHERED_NBYTES and cost.CHUNK == hierarchical.CHUNK_NBYTES
+    sums = [(1 << size, ranks) for size in range(8, 24) for ranks in range(2, 20)]
+    assert [cost.is_gathered(*each) for each in sums] == [group_sums.is_gathered(*each) for each in sums]
+    assert cost.CHUNK == hierarchical.CHUNK_NBYTES
     assert buckets.FIRST_BUCKET_MB * MiB == cost.FIRST_BUCKET
 
 
