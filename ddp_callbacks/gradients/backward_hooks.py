@@ -21,9 +21,13 @@ Hook = Callable[[torch.Tensor], None]
 
 
 class Switch:
-    """Whether backwards synchronize (``enabled``); otherwise gradients are only noted as used."""
+    """Whether backwards synchronize (``enabled``); otherwise gradients are only noted as used.
+
+    Before the first gradient of a block without synchronization, ``in_forward`` is true.
+    """
 
     enabled = True
+    in_forward = False
 
 
 class BackwardHooks:
@@ -64,6 +68,9 @@ class BackwardHooks:
             with self._lock:
                 if self._switch.enabled and self._graph_task() is None:
                     self._begin_in_backward()
+                if self._switch.in_forward:
+                    self._switch.in_forward = False
+                    self._reducer.end_forward()
                 if not parameter.requires_grad:
                     return  # frozen after the forward pass: autograd calls its hook, but adds nothing to its gradient
                 self._reducer.used[slot] = True

@@ -111,9 +111,13 @@ class Reducer:
         self.used[:] = [used.get(id(parameter), False) for parameter in self.parameters]
         self.weighing.load_state_dict(before.weighing.state_dict())
 
+    def end_forward(self) -> None:
+        """Note that backward has begun. Local."""
+        self._times.mark("in forward")
+
     def begin(self) -> None:
         """Begin a synchronization. A collective if the total weight is unknown, and there was no earlier total."""
-        self._times.mark("in forward")
+        self.end_forward()
         if not self._is_finished:  # drop the sums and memory of the previous one
             for bucket in self.buckets:
                 bucket.pool.abandon()

@@ -210,12 +210,13 @@ class GradientSynchronizer:
         backwards. Nothing blocks inside. An optimizer must not step with gradients that have not been sent.
         """
         before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
+        self._switch.in_forward = True
         if self._reducer is not None:
             self._reducer.weighing.accumulates = True
         try:
             yield
         finally:
-            self._switch.enabled = before
+            self._switch.enabled, self._switch.in_forward = before, False
             self.times.mark("in backward")
 
     def synchronize(self) -> None:

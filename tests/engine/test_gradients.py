@@ -176,6 +176,18 @@ def test_gradients_that_wait_from_no_sync_are_summed_though_their_bucket_has_bee
 
 
 @WORLD
+def test_the_forward_pass_of_a_batch_that_accumulates_does_not_count_as_backward() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    with sync.no_sync():
+        loss = mean_loss(model(batch(dist.get_rank(), 0)))
+        before = sync.times.take()
+        loss.backward()
+        assert [now > 0 for now in sync.times.take()] == [False, True, False] and sum(before) == 0
+    assert [now > 0 for now in sync.times.take()] == [False, False, True]
+    sync.close()
+
+
+@WORLD
 def test_a_sum_that_is_added_to_a_mean_counts_as_a_sum() -> None:
     sync = GradientSynchronizer(model := mlp())
     backward(model, 0)
