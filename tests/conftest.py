@@ -20,6 +20,8 @@ from kit.paths import find_tests
 pytest_plugins = ["kit.budget"]
 
 find_tests()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch 2.8 keeps processes that compile
 
 

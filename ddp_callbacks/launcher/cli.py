@@ -26,6 +26,8 @@ def main() -> None:
             code = _main(sys.argv[1:])
         finally:  # also after --help
             sys.stdout.flush()
+        if code == 128 + signal.SIGINT:
+            _end_by_interrupt()
         sys.exit(code)
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
@@ -37,10 +39,16 @@ def main() -> None:
         print(f"ddprun: cannot write to standard output: {error.strerror}", file=sys.stderr)
         os._exit(1)  # Python would try again
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        _end_by_interrupt()
     except ConfigurationError as error:
         print(f"ddprun: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _end_by_interrupt() -> None:
+    """End by SIGINT, as Python does: a shell's loop ends, too, and sees 130. After a code of 130 it would continue."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _main(argv: list[str]) -> int:

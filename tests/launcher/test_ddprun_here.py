@@ -815,7 +815,7 @@ ENDS = {
     "orphan": ([signal.SIGKILL], -signal.SIGKILL, 2),
     "deaf": ([signal.SIGKILL], -signal.SIGKILL, 4),
     "orphan, by a signal": ([signal.SIGTERM], 143, 2),
-    "deaf orphan, by two signals": ([signal.SIGINT, signal.SIGINT], 130, 1),
+    "deaf orphan, by two signals": ([signal.SIGINT, signal.SIGINT], -signal.SIGINT, 1),
     "deaf, by silence": ([signal.SIGSTOP], -signal.SIGKILL, 4),
     "orphan ends": ([], 5, 2),
     "deaf ends": ([], 5, 4),

@@ -139,7 +139,7 @@ def test_what_a_stranger_writes_to_the_store_is_not_run(bed: HostBed, tmp_path: 
         signal_on(h2, "script.py")
         run.await_text("up ", 4)  # they meet again all the same
         run.signal(signal.SIGINT)
-        assert run.end() == 130
+        assert run.end() == -signal.SIGINT
     assert not (tmp_path / "owned").exists()
 
 
