@@ -83,3 +83,15 @@ def test_digits_with_fabric_equal_one_process_and_go_on_at_another_size(tmp_path
 def test_hosts_for_the_benchmarks_need_neither_pytest_nor_torch() -> None:
     command = [sys.executable, "-S", "-c", "import kit.costs, kit.hosts, kit.wire"]  # -S: without installed packages
     subprocess.run(command, cwd=TESTS, check=True, timeout=DEADLINE)
+
+
+@pytest.mark.cold
+def test_the_losses_with_dropout_augmentation_and_batchnorm_do_not_depend_on_the_number(tmp_path: Path) -> None:
+    command = [ROOT / "examples" / "any_number.py", "--epochs", 1, "--folder"]
+    with start(["python", *command, "1"], tmp_path, cold=True) as alone:
+        run([*TWO_PROCESSES, *command, "2"], tmp_path)
+        finish(alone)
+    losses = [(tmp_path / name / "metrics.csv").read_text().split() for name in "12"]
+    assert len(losses[0]) == 37 and losses[0][0] == losses[1][0] == "epoch,loss,step"
+    one, two = (torch.tensor([float(row.split(",")[1]) for row in each[1:]], dtype=torch.float64) for each in losses)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
