@@ -57,7 +57,7 @@ class Part(Source):
             override(self.loader, collate_fn=functools.partial(_collate_part, loader.collate_fn, name_of(loader)))
         self._generator = loader.generator
         self._is_checked = divider.division == "own" or divider.world_size == 1
-        self._loading = None if self.loader.num_workers else Loading()
+        self._loading = None if self.loader.num_workers else Loading(loader.dataset)
         self.indices = list[list[Any]]()
 
     def __len__(self) -> int:

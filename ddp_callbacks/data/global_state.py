@@ -84,12 +84,24 @@ def digest_of(*values: Any) -> int:
 
 def own_generators(*sources: object) -> list[Any]:
     """Return the torch, Python and NumPy generators that are attributes of ``sources``, sorted by attribute name."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
     attributes = [value for source in sources for _, value in sorted(getattr(source, "__dict__", {}).items())]
-    return [value for value in attributes if isinstance(value, kinds)]
+    return [value for value in attributes if isinstance(value, generator_types())]
+
+
+def generator_types() -> tuple[type, ...]:
+    """Return the classes of generators."""
+    numpy = sys.modules.get("numpy")
+    return (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of torch, Python or NumPy with 63 bits."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif hasattr(generator, "seed"):
+        generator.seed(seed % (1 << 32))
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
 def get_state_of(generator: Any) -> Any:

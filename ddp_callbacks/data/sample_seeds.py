@@ -1,26 +1,38 @@
 """Random numbers of samples that a data set draws: augmentation, noise.
 
 Each sample draws under a seed of its own, made from the seed of the pass and the sample's place in the order. So what
-it draws depends neither on the number of processes nor on workers. The process's own random state stays as it is.
+it draws depends neither on the number of processes nor on workers. The global generators get the seed, and those that
+the data set holds, or what it holds, such as its transforms. The process's own random state stays as it is.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from ddp_callbacks.data.global_state import (
+    GLOBAL,
     State,
     digest_of,
+    generator_types,
     get_global_state,
+    get_state_of,
     is_same_state,
     seed_cpu,
+    seed_generator,
     set_global_state,
+    set_state_of,
 )
+
+_OBJECTS = 50  # of a data set, in which to look for generators
+_ENTRIES = 1000  # of a list or dict
 
 
 class SeededIndices(list[Any]):
@@ -46,12 +58,13 @@ class SeededIndices(list[Any]):
         return type(self), (self[:], self._seeds, self._first)
 
     def _seeded(self) -> Iterator[Any]:
+        own = _of_worker()
         for place, index in enumerate(self[:]):
-            self._seed(place)
+            self._seed(place, own)
             yield index
 
-    def _seed(self, place: int) -> None:
-        seed_cpu(digest_of(*self._seeds, self._first + place))
+    def _seed(self, place: int, own: Sequence[Any]) -> None:
+        _seed((*self._seeds, self._first + place), own)
 
 
 class SeededIndex:
@@ -65,8 +78,49 @@ class SeededIndex:
 
 
 def _arrive(index: Any, seeds: tuple[int, ...]) -> Any:
-    seed_cpu(digest_of(*seeds))
+    _seed(seeds, _of_worker())
     return index
+
+
+def _seed(seeds: tuple[int, ...], own: Sequence[Any]) -> None:
+    seed = digest_of(*seeds)
+    seed_cpu(seed)
+    for number, generator in enumerate(own, 1):
+        seed_generator(generator, seed ^ number)
+
+
+def _of_worker() -> list[Any]:
+    """Return the generators of the data set in this worker of a loader."""
+    worker = get_worker_info()
+    return [] if worker is None else generators_of(worker.dataset)
+
+
+def generators_of(dataset: object) -> list[Any]:
+    """Return the generators that are attributes of a data set, or of what it holds: what it wraps, its transforms."""
+    kinds, found = generator_types(), dict[int, Any]()
+    seen, left = {id(dataset)}, deque([dataset])
+    while left and len(seen) < _OBJECTS:
+        for value in _held_by(left.popleft()):
+            if isinstance(value, kinds):
+                found[id(value)] = value
+            elif id(value) not in seen and _may_hold(value):
+                seen.add(id(value))
+                left.append(value)
+    return list(found.values())
+
+
+def _held_by(owner: Any) -> Iterator[Any]:
+    values = owner if type(owner) in (list, tuple) else (owner if type(owner) is dict else _attributes(owner)).values()
+    return iter(values if len(values) <= _ENTRIES else ())
+
+
+def _may_hold(value: object) -> bool:
+    is_other = isinstance(value, type | ModuleType | torch.Tensor)
+    return type(value) in (list, tuple, dict) or (bool(_attributes(value)) and not is_other)
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    return getattr(owner, "__dict__", {})
 
 
 class Loading:
@@ -75,33 +129,44 @@ class Loading:
     A data set that has drawn nothing in a whole pass gets no seeds, until it draws.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: object) -> None:
+        self._dataset = dataset
         self._before: State | None = None
+        self._own: list[Any] = []  # the data set's generators
         self._draws: bool | None = None  # whether the data set draws; None: unknown
         self._has_seeded = False
 
-    def apart(self, indices: list[Any], seed: Callable[[int], None]) -> Iterator[Any]:
+    def apart(self, indices: list[Any], seed: Callable[[int, Sequence[Any]], None]) -> Iterator[Any]:
         """Yield the indices of a batch, each under its seed. :meth:`end` must follow when the samples are loaded."""
-        if self._before is None:
-            self._before = get_global_state()
         self._has_seeded = self._draws is not False
+        own = self._begin()
         if not self._has_seeded:
             yield from indices
             return
         has_drawn = False
         for place, index in enumerate(indices):
-            seed(place)
+            seed(place, own)
             if not self._draws:
-                untouched = _numbers()
-                seed(place)
+                untouched = _numbers(own)
+                seed(place, own)
             yield index
-            has_drawn = self._draws or has_drawn or _numbers() != untouched
+            has_drawn = self._draws or has_drawn or _numbers(own) != untouched
         self._draws = has_drawn or None
 
     def seed(self, *seeds: int) -> None:
         """Seed what this process draws for a sample that it loads by itself. :meth:`end` must follow."""
-        self._before, self._has_seeded = get_global_state(), True
-        seed_cpu(digest_of(*seeds))
+        self._has_seeded = True
+        _seed(seeds, self._begin())
+
+    def _begin(self) -> list[Any]:
+        """Keep the states from before, and return the data set's generators."""
+        if self._before is None:
+            self._own = generators_of(self._dataset)
+            self._before = self._states()
+        return self._own
+
+    def _states(self) -> State:
+        return [*get_global_state(), *map(get_state_of, self._own)]
 
     def end_pass(self) -> None:
         """Note whether the data set has drawn."""
@@ -110,13 +175,21 @@ class Loading:
     def end(self) -> None:
         """Draw on from the state before, if samples were loaded since."""
         before, self._before = self._before, None
-        if before is not None and not is_same_state(before, get_global_state()):
+        if before is not None and not is_same_state(before, self._states()):
             self._draws = self._draws if self._has_seeded else True
             set_global_state(before)
+            for generator, state in zip(self._own, before[GLOBAL:], strict=True):
+                set_state_of(generator, state)
 
 
-def _numbers() -> list[float]:
+def _numbers(own: Sequence[Any]) -> list[float]:
     """Draw a number from each generator: after a seed, it tells whether anything has drawn. States take ten times."""
     numpy = sys.modules.get("numpy")
-    own = [float(torch.randint(1 << 62, (), device="cpu")), random.random()]
-    return [*own, float(numpy.random.random())] if numpy else own
+    found = [float(_number(each)) for each in (torch.default_generator, random, *own)]
+    return [*found, float(numpy.random.random())] if numpy else found
+
+
+def _number(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.randint(1 << 62, (), generator=generator, device=generator.device)
+    return generator.random()

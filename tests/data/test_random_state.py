@@ -122,7 +122,7 @@ def test_a_state_that_was_saved_on_any_rank_continues_on_all() -> None:
 
 
 def test_samples_of_which_few_draw_draw_under_seeds_from_the_first_on() -> None:
-    loading, found = Loading(), []
+    loading, found = Loading([]), []
     for number, augments in enumerate((False, False, True)):
         for _ in SeededIndices([7, 8], (5, number), 3, loading):
             found.append(draw() if augments else [])
@@ -132,7 +132,7 @@ def test_samples_of_which_few_draw_draw_under_seeds_from_the_first_on() -> None:
 
 
 def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:
-    loading, found = Loading(), []
+    loading, found = Loading([]), []
     seed_all(800)
     for number, augments in enumerate((False, False, True, True)):
         for _ in SeededIndices([7, 8], (5, number), 3, loading):

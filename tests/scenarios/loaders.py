@@ -36,12 +36,25 @@ SEED = 5
 Rows = list[list[list[float]]]  # of each batch, this rank's samples
 
 
+class Noise:
+    """A transform with generators of its own."""
+
+    def __init__(self) -> None:
+        self.generator, self.others = torch.Generator(), {"numpy": [np.random.default_rng(), np.random.RandomState()]}
+        self.python = random.Random()
+
+    def __call__(self) -> list[float]:
+        drawn = [torch.rand((), generator=self.generator).item(), self.python.random()]
+        return [*drawn, *(each.random() for each in self.others["numpy"])]
+
+
 class Data(Dataset[Any]):
     """A sample: its number, and what it has drawn. It counts how often each was loaded, in all processes."""
 
     augments = True
 
-    def __init__(self) -> None:
+    def __init__(self, *transforms: Noise) -> None:
+        self.transforms = transforms
         self.loaded = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -53,7 +66,8 @@ class Data(Dataset[Any]):
         self.loaded[index] += 1
         if not self.augments:
             return torch.tensor([index], dtype=torch.float64)
-        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+        drawn = [torch.rand(()).item(), random.random(), np.random.rand()]
+        return torch.tensor([index, *drawn, *(own for each in self.transforms for own in each())], dtype=torch.float64)
 
 
 class Stream(IterableDataset[Any]):
@@ -101,7 +115,7 @@ def stateful(data: Any) -> Any:
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
-    "shuffle": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True),
+    "shuffle": lambda: DataLoader(Data(Noise()), BATCH_SIZE, shuffle=True),
     "generator": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7)),
     "replacement": lambda: DataLoader(Data(), BATCH_SIZE, sampler=RandomSampler(range(SAMPLES), True, 30)),
     "weighted": weighted,
@@ -112,8 +126,8 @@ PLAIN: dict[str, Callable[[], Any]] = {
 """With torch's samplers, which draw the order first: on one process, the numbers of the plain loader."""
 
 WORKERS: dict[str, Callable[[], Any]] = {
-    "workers": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, num_workers=2),
-    "persistent": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True),
+    "workers": lambda: DataLoader(Data(Noise()), BATCH_SIZE, shuffle=True, num_workers=2),
+    "persistent": lambda: DataLoader(Data(Noise()), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True),
     "stream, workers": lambda: DataLoader(Stream(), BATCH_SIZE, num_workers=2, persistent_workers=True),
 }
 
@@ -123,7 +137,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "lazy, own generator": lambda: DataLoader(Data(), batch_sampler=Lazy(np.random.default_rng(2))),
     "stream": lambda: DataLoader(Stream(), BATCH_SIZE),
     "batches as samples": lambda: DataLoader(
-        Data(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), BATCH_SIZE, False)
+        Data(Noise()), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), BATCH_SIZE, False)
     ),
     "list": lambda: [torch.full((3, 2), float(number), dtype=torch.float64) for number in range(6)],
     "stateful": lambda: stateful(Data()),

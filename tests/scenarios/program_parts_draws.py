@@ -278,7 +278,19 @@ def _sometimes(x: torch.Tensor) -> torch.Tensor:
     return x + 0.2 * torch.randn_like(x) if float(x[0]) > 0 else -x
 
 
+class _Noise:
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator(), numpy.random.default_rng()]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        own, numpys = self.generators
+        return x * numpys.uniform(0.5, 1.5) + 0.2 * torch.randn(x.shape, generator=own, dtype=x.dtype)
+
+
 AUGMENTATIONS: dict[str, Change] = {
+    "own generators": _Noise(),
     "torch": lambda x: x + 0.2 * torch.randn_like(x),
     "numpy": lambda x: x * float(numpy.random.uniform(0.5, 1.5)),
     "python": lambda x: x * random.uniform(0.5, 1.5),
