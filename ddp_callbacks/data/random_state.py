@@ -179,9 +179,13 @@ class RunRandomState:
             restore_global_state(self._accepted)
 
     def report(self) -> list[Any]:
-        """Return what :meth:`offer` does, a checksum of torch's generators, and what is wrong with draws. Local."""
-        reasons = {} if self.draws is None else self.draws.reasons()
-        return [self.offer(), checksum_of(get_global_state()[::3]), reasons]
+        """Return what :meth:`offer` does, checksums of the generators of torch and of others, and a report of draws.
+
+        Local.
+        """
+        torchs, python, numpys, cuda = get_global_state()
+        digests = [checksum_of([torchs, cuda]), checksum_of([python, numpys])]
+        return [self.offer(), digests, self.draws and self.draws.report()]
 
     def take(self, reports: Iterable[Sequence[Any]]) -> None:
         """Like :meth:`accept`, after noting ranks that have drawn another amount than rank 0. Local.
@@ -189,9 +193,9 @@ class RunRandomState:
         Args:
             reports: Each rank's :meth:`report`, at one moment.
         """
-        (offered, *_), digests, reasons = zip(*reports, strict=True)
+        (offered, *_), digests, of_draws = zip(*reports, strict=True)
         if self.draws is not None:
-            self.draws.compare(digests, reasons)
+            self.draws.compare(digests, of_draws)
         self.accept(offered)
 
     def state_dict(self) -> dict[str, Any]:

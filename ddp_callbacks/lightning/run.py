@@ -177,6 +177,7 @@ class Run:
         """Begin a padding batch, and return what the step computes instead."""
         # In these steps the ranks may meet, so that this one has to compute them.
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
+        self._draws.has_skipped |= not meets
         if not meets and not _logged.results_of(self._trainer).is_first:
             self._undo = skip_batch(self._trainer)
             return batch

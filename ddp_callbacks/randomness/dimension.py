@@ -7,7 +7,7 @@ that is noted. A multiple that the program gives as a size is taken for a consta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatte
 """Functions that may give each sample several rows."""
 
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
+_PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
 _TOGETHER = "the rows of a sample were taken to follow each other"
 
 
@@ -43,10 +44,12 @@ class _Seen:
         is_sized: Whether the program gives the shape, not a tensor.
         samples, shape: Of the first draw.
         doubt: Why the dimension is not certain; empty if it is.
+        taken: The dimension that was taken then; -1 if it was another in other batches.
         is_told: Whether batches of different sizes have told the dimension.
         dim: The dimension that they told; ``None``: none, so that all ranks draw the same.
         refusal: Why it draws by rank; empty if it doesn't.
         order: The order of the dimensions in memory, of a part with several samples.
+        varies: Whether a size beside that of the batch has changed.
     """
 
     layer: str
@@ -55,17 +58,24 @@ class _Seen:
     samples: int
     shape: Sequence[int]
     doubt: str = ""
+    taken: int | None = -1
     is_told: bool = False
     dim: int | None = None
     refusal: str = ""
     order: Sequence[int] | None = None
+    varies: bool = False
 
 
 class BatchDims:
-    """Learns, for each place in a program that draws, which dimension holds the batch."""
+    """Learns, for each place in a program that draws, which dimension holds the batch.
+
+    Attributes:
+        is_comparing: Whether a batch is computed whole and in part.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
+        self.is_comparing = False
 
     def find(
         self,
@@ -98,8 +108,8 @@ class BatchDims:
         seen = self._seen.get(place)
         if seen is None:
             seen = self._seen[place] = _Seen(name(), known, order is None, rows.samples, shape)
-        if not seen.is_told and (shape != seen.shape or rows.samples != seen.samples):
-            _compare(seen, shape, rows.samples)
+        if shape != seen.shape or rows.samples != seen.samples:
+            self._learn(seen, shape, rows.samples)
         if seen.refusal:
             raise DrawByRankError(seen.refusal)
         dim = seen.dim if seen.is_told else _guess(seen, shape, rows.samples)
@@ -110,12 +120,41 @@ class BatchDims:
         if shape[dim] > 1:
             seen.order = order
         if shape[dim] > rows.samples and seen.known is None:
-            seen.doubt = seen.doubt or f"of {_text(shape)} for {rows.samples} samples, {_TOGETHER}"
+            seen.doubt, seen.taken = seen.doubt or f"of {_text(shape)} for {rows.samples} samples, {_TOGETHER}", -1
         return BatchDim(dim, shape[dim] // rows.samples, seen.order)
 
-    def doubts(self) -> dict[str, str]:
-        """Return why a layer's dimension is not certain, by the name of the layer."""
-        return {seen.layer: seen.doubt for seen in self._seen.values() if seen.doubt}
+    def _learn(self, seen: _Seen, shape: Sequence[int], samples: int) -> None:
+        was_told = seen.is_told
+        if not was_told:
+            _compare(seen, shape, samples)
+        has_other_sizes = _has_other_sizes(seen, shape)
+        seen.varies = seen.varies or has_other_sizes
+        if self.is_comparing and seen.is_told and not was_told:
+            seen.doubt = ""  # nothing was computed with another one
+            if has_other_sizes:
+                seen.refusal = _PADDED.format(_text(shape), _text(seen.shape))
+
+    def varying(self) -> str:
+        """Return the name of a layer that draws for a size that changes, beside that of the batch; empty for none."""
+        return next((seen.layer for seen in self._seen.values() if seen.varies), "")
+
+    def doubts(self) -> dict[str, list[Any]]:
+        """Return why a layer's dimension is not certain, and which one was taken, by the name of the layer."""
+        doubted = [seen for seen in self._seen.values() if seen.doubt]
+        taken = _unique((seen.layer, seen.taken) for seen in doubted)
+        return {seen.layer: [seen.doubt, taken[seen.layer]] for seen in doubted}
+
+    def told(self) -> dict[str, int | None]:
+        """Return the dimension of the layers for which batches of different sizes have told it."""
+        return _unique((seen.layer, seen.dim) for seen in self._seen.values() if seen.is_told and not seen.doubt)
+
+
+def _unique(dims: Iterable[tuple[str, int | None]]) -> dict[str, int | None]:
+    """Return the dimension of each layer; -1 for one with several."""
+    found: dict[str, int | None] = {}
+    for layer, dim in dims:
+        found[layer] = dim if found.setdefault(layer, dim) == dim else -1
+    return found
 
 
 def blocks_of(name: str, given: Any, made: torch.Tensor, samples: int) -> int | None:
@@ -157,8 +196,16 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
         before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
         found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
         seen.doubt = "" if before == seen.dim else f"{found} holds the batch, earlier batches drew for another"
+        seen.taken = -1
     else:
         seen.refusal = _UNEQUAL
+
+
+def _has_other_sizes(seen: _Seen, shape: Sequence[int]) -> bool:
+    """Whether sizes other than that of the batch are not those of the first draw."""
+    if not seen.is_told or len(shape) != len(seen.shape):
+        return False
+    return any(one != other for dim, (one, other) in enumerate(zip(seen.shape, shape, strict=True)) if dim != seen.dim)
 
 
 def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
@@ -171,7 +218,7 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     guess = None if is_multiple and seen.is_sized else fitting[0]
     if is_multiple or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
         taken = "no dimension" if guess is None else f"dimension {guess}"
-        seen.doubt = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch"
+        seen.doubt, seen.taken = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch", guess
     return guess
 
 

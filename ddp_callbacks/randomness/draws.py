@@ -40,8 +40,12 @@ _RECOMPUTES = (
     "the same context as forward."
 )
 _PARTED = (
-    "rank {} has drawn another amount than rank 0 in a pass: code draws on one rank only, for each sample, or "
-    "depending on values, or a rank has had no sample of a batch of an evaluation"
+    "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, or "
+    "depending on values"
+)
+_PADDED = (
+    "rank {} has drawn another amount than rank 0 in a pass: {} draws for a size that changes from batch to batch, as "
+    "if collate_fn pads each part to its own longest sample; pad all to one length"
 )
 _LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
 
@@ -65,6 +69,7 @@ class WholeDraws:
 
     Attributes:
         refused: Why a layer drew by rank in the last comparison, by its name.
+        has_skipped: Whether this rank has left out a batch of which it has no sample; until the next :meth:`report`.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
@@ -78,7 +83,9 @@ class WholeDraws:
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self.refused: dict[str, str] = {}
-        self._of_others: dict[str, str] = {}  # reasons of all ranks, by layer
+        self.has_skipped = False
+        self._of_ranks: dict[str, str] = {}  # why a layer's draws may not be those of one process, on any rank
+        self._is_compared = False
         self._told: set[str] = set()
 
     def accept(self, states: list[torch.Tensor]) -> None:
@@ -127,11 +134,13 @@ class WholeDraws:
         """
         operators = DrawingOperators(module, self._rank, self._operators.dims)
         operators.begin(rows)
+        operators.dims.is_comparing = True
         try:
             with DrawingCalls(operators):
                 yield
         finally:
             operators.end()
+            operators.dims.is_comparing = False
             self.refused = self.refused if rows.is_whole else operators.refusals
 
     def backward(self) -> AbstractContextManager[object]:
@@ -158,23 +167,39 @@ class WholeDraws:
             if self._before is not None and are_equal(self._before, before):
                 self._before = after
 
-    def reasons(self) -> dict[str, str]:
-        """Return why a layer's draws on this rank may not be those of one process, by its name. Local."""
-        return self._operators.dims.doubts() | self._operators.refusals
+    def report(self) -> list[Any]:
+        """Return what :meth:`compare` needs to know of this rank. Local.
 
-    def compare(self, digests: Sequence[int], reasons: Sequence[Mapping[str, str]] = ()) -> None:
+        That is: whether it has left out a batch, why layers drew by rank, and about which dimension of a layer's draws
+        holds the batch: doubts, and what is certain.
+        """
+        has_skipped, self.has_skipped = self.has_skipped, False
+        dims = self._operators.dims
+        return [has_skipped, self._operators.refusals, dims.doubts(), dims.told()]
+
+    def compare(self, digests: Sequence[Sequence[int]], reports: Sequence[Sequence[Any]]) -> None:
         """Note ranks that have drawn another amount than rank 0, and what is wrong on any rank. Local.
 
         Args:
-            digests: Checksums of the random states of all ranks at one moment.
-            reasons: The :meth:`reasons` of all ranks.
+            digests: For each rank, checksums of the random states of torch and of others, at one moment.
+            reports: The :meth:`report` of each rank. One that has left out a batch may have drawn another amount.
         """
-        for rank, own in enumerate(reasons):
-            for layer, reason in own.items():
-                self._of_others.setdefault(layer, f"{reason} (rank {rank})")
-        apart = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        if apart and not self._was_by_rank and not self._operators.refusals:
-            self._by_program.add(_PARTED.format(", ".join(apart)))
+        told = {layer: dim for *_, known in reports for layer, dim in known.items()}
+        for rank, (_, refusals, doubts, _) in enumerate(reports):
+            open_doubts = {
+                layer: doubt for layer, (doubt, dim) in doubts.items() if dim == -1 or told.get(layer, -1) != dim
+            }
+            for layer, reason in (refusals | open_doubts).items():
+                self._of_ranks.setdefault(layer, f"{reason} (rank {rank})" if rank else reason)
+        self._is_compared = True
+        if self._was_by_rank or self._operators.refusals:
+            return
+        padded = self._operators.dims.varying()
+        for place, of in enumerate(("", " by random or NumPy")):
+            differ = [rank for rank, digest in enumerate(digests) if digest[place] != digests[0][place]]
+            apart = ", ".join(str(rank) for rank in differ if not reports[rank][0])
+            if apart:
+                self._by_program.add(_PADDED.format(apart, padded) if padded and not of else _PARTED.format(apart, of))
 
     def _batch(self, rows: Rows | None, stage: str) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:
@@ -222,6 +247,10 @@ class WholeDraws:
                 generator.set_state(state)  # ranks may have drawn unequal amounts
                 draw_seed(generator)
 
+    def _own_reasons(self) -> dict[str, str]:
+        doubts = self._operators.dims.doubts()
+        return {layer: doubt for layer, (doubt, _) in doubts.items()} | self._operators.refusals
+
     def state_dict(self) -> dict[str, Any]:
         """Return how batches draw, as plain data. Local."""
         return {"ways": [[list(kind), way] for kind, way in self._ways.items()]}
@@ -232,7 +261,7 @@ class WholeDraws:
 
     def warn(self) -> None:
         """Warn of layers whose draws may not be those of one process, once for each. Call it after some batches."""
-        reasons = self._of_others | self.reasons()
+        reasons = self._of_ranks if self._is_compared else self._own_reasons()
         lines = {layer: f"{layer}: {reason}" for layer, reason in reasons.items()}
         lines |= {line: line for line in sorted(self._by_program)}
         new = [line for about, line in lines.items() if about not in self._told]

@@ -320,8 +320,16 @@ def test_a_batch_that_is_computed_whole_and_in_part_tells_which_dimension_holds_
 
 def test_a_rank_tells_what_another_one_could_not_draw_whole() -> None:
     draws = WholeDraws(nn.Identity(), 0)
-    draws.compare([7, 7], [{}, {"noise": "it permutes the batch"}])
+    draws.compare([[7, 7], [7, 7]], [[False, {}, {}, {}], [False, {"noise": "it permutes the batch"}, {}, {}]])
     with pytest.warns(UserWarning, match=r"noise: it permutes the batch \(rank 1\)"):
+        draws.warn()
+
+
+@pytest.mark.parametrize(("told", "warns"), [({"noise": 1}, False), ({"noise": 0}, True), ({}, True)])
+def test_a_doubt_ends_if_another_rank_knows_the_dimension(told: dict[str, int], warns: bool) -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    draws.compare([[7, 7], [7, 7]], [[False, {}, {"noise": ["dimension 1 was taken", 1]}, {}], [False, {}, {}, told]])
+    with pytest.warns(UserWarning, match="dimension 1 was taken") if warns else nullcontext():
         draws.warn()
 
 
@@ -329,9 +337,48 @@ def test_ranks_that_draw_for_each_sample_are_named() -> None:
     everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
     step = lambda x: x + torch.stack([torch.rand(()) for _ in x])[:, None, None]  # noqa: E731
     _, states = by_parts(step, PARTS[0], draws=iter(everyone).__next__)
-    everyone[0].compare([checksum_of(state) for state in states])
-    with pytest.warns(UserWarning, match="rank 1 has drawn another amount than rank 0"):
+    digests = [[checksum_of(state), 5] for state in states]
+    everyone[0].compare(digests, [each.report() for each in everyone])
+    with pytest.warns(UserWarning, match="rank 1 has drawn another amount than rank 0 in a pass"):
         everyone[0].warn()
+
+
+@pytest.mark.parametrize(
+    ("digests", "skips", "says"),
+    [
+        ([[7, 7], [7, 8]], False, "rank 1 has drawn another amount than rank 0 by random or NumPy in a pass"),
+        ([[7, 7], [8, 8]], True, ""),
+    ],
+    ids=["by random", "a rank without a sample"],
+)
+def test_only_ranks_that_compute_all_batches_must_draw_the_same_amount(
+    digests: list[list[int]], skips: bool, says: str
+) -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    draws.compare(digests, [[False, {}, {}, {}], [skips, {}, {}, {}]])
+    with pytest.warns(UserWarning, match=says) if says else nullcontext():
+        draws.warn()
+
+
+def test_a_layer_that_draws_for_parts_padded_to_other_lengths_is_named() -> None:
+    draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
+    for rows, length in ((Rows(0, 16, 16), 7), (Rows(0, 11, 16), 5)):
+        with draws.comparing(rows, module):
+            module(torch.ones(rows.samples, length))
+    assert draws.refused == {
+        "Dropout": "it draws [11, 5] for a part, [16, 7] for the whole first batch: let collate_fn pad all samples to "
+        "one length"
+    }
+
+
+def test_a_layer_whose_lengths_differ_between_ranks_after_the_first_batch_is_named() -> None:
+    draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
+    for rows, length in ((Rows(0, 4, 16), 7), (Rows(0, 3, 11), 7), (Rows(0, 4, 16), 5)):
+        with draws.batch(rows):
+            module(torch.ones(rows.samples, length))
+    draws.compare([[7, 7], [8, 7]], [draws.report()] * 2)
+    with pytest.warns(UserWarning, match="rank 1 has drawn another amount .* Dropout draws for a size that changes"):
+        draws.warn()
 
 
 def test_a_backward_elsewhere_draws_again_what_its_forward_drew() -> None:

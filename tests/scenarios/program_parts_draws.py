@@ -20,7 +20,6 @@ UNEQUAL = "combined"  # loaders of different sizes draw by rank
 DOUBT = "was taken to hold the batch|holds the batch, earlier batches drew for another"  # if sizes are equal
 OTHER_AMOUNT = "has drawn another amount than rank 0"
 OF_OTHER_ROWS = "depends on rows of other processes"
-NO_SAMPLE = "has had no sample of a batch of an evaluation"
 
 
 class Calls(nn.Module):
@@ -232,7 +231,6 @@ def noise_in_training(p: Build, kind: str) -> None:
 
 @part(each=NOISE, without=f"tested_and_predicted {UNEQUAL}")
 def noise_in_validation_too(p: Build, kind: str) -> None:
-    p.allowed.append(NO_SAMPLE)
     function = noise_of(p, kind)
     p.insert(lambda: Calls(function, always=True), p.maybe())
 
@@ -240,13 +238,11 @@ def noise_in_validation_too(p: Build, kind: str) -> None:
 @part(each=NOISE, without=f"tested_and_predicted {UNEQUAL}")
 def noise_in_batches(p: Build, kind: str) -> None:
     """In a hook that gets the batch before a step of training or validation."""
-    p.allowed.append(NO_SAMPLE)
     p.change_batches(noise_of(p, kind))
 
 
 @part(each=("randn_like", "rand", "stochastic_depth", "numpy_beta", "rsample", "item"), without=f"loss {UNEQUAL}")
 def noise_in_the_loss(p: Build, kind: str) -> None:
-    p.allowed.append(NO_SAMPLE)
     p.change_predictions(noise_of(p, kind))
 
 
