@@ -326,6 +326,9 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
     """Imports go in one direction, as the map shows."""
     text = (DOCS / "reference" / "architecture.md").read_text()
     levels = {name: int(level) for level, name in re.findall(r"^\| (\d+) \| `([\w.]+)` \|", text, re.MULTILINE)}
+    drawn = runpy.run_path(str(DOCS / "_static" / "drawings.py"))["levels"]()
+    assert list(levels.values()) == sorted(levels.values())
+    assert levels == {name: level for level, names in enumerate(drawn) for name in names}
     imports = {name: others for name, others in _imports().items() if name != "__main__"}
     assert set(levels) == set(map(_entry, imports))
     for name, others in imports.items():
