@@ -121,6 +121,13 @@ def test_make_has_the_targets_that_pages_name() -> None:
     assert named and named <= targets
 
 
+def test_make_clean_removes_what_git_ignores() -> None:
+    removed = (ROOT / "Makefile").read_text().partition("\nclean:\n")[2].split()
+    not_of_make = {"__pycache__/", "dist/", "/data/", "logs/", ".venv*/"}
+    ignored = {name.rstrip("/") for name in {*(ROOT / ".gitignore").read_text().split()} - not_of_make}
+    assert ignored - {"_build", "docs/_files"} <= {*removed} and {"docs/_build", "docs/_files"} <= {*removed}
+
+
 def _tracked_pages() -> list[Page]:
     """Those of the examples and of the root folder as well."""
     root = [Page(path) for path in sorted(ROOT.glob("*.md")) if path.name != "README.md"]
