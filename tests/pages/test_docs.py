@@ -113,6 +113,11 @@ def test_python_that_is_not_run_compiles_and_imports_what_exists() -> None:
                 assert hasattr(importlib.import_module(module), name), f"{block}: {module}.{name}"
 
 
+def test_workers_of_dask_that_import_the_script_start_nothing() -> None:
+    (block,) = (block for block in BLOCKS if "from dask.distributed import Client" in block.text)
+    assert {type(node) for node in ast.parse(block.text).body} == {ast.ImportFrom, ast.FunctionDef, ast.If}
+
+
 def test_make_has_the_targets_that_pages_name() -> None:
     rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = {name for names in rules for name in names.split()}
