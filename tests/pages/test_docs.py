@@ -189,6 +189,16 @@ def test_pages_use_plain_words_and_agree_on_figures(page: Page) -> None:
         assert shown <= {value}, f"{page.name}: {shown} for {pattern}"
 
 
+def test_step_times_lead_to_what_measured_them() -> None:
+    shown = [page for page in PAGES if "0.55 to 0.90" in page.prose]
+    assert shown and all(any("/step_time/README.md" in link for link in page.links) for page in shown)
+
+
+def test_lines_of_ddprun_have_absolute_paths() -> None:
+    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith("ddprun: ")]
+    assert not [line for line in lines if " ddprun-logs/" in line]
+
+
 def _texts_of_the_package() -> Iterator[tuple[str, str]]:
     """Messages, with where they are, and the docstrings of public names."""
     for path in sorted(PACKAGE.rglob("*.py")):
