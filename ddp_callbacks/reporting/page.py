@@ -15,6 +15,7 @@ from ddp_callbacks.reporting.summary import (
     VALIDATING,
     advice,
     bandwidth_of,
+    has_parts,
     in_bytes,
     in_words,
     name_of,
@@ -64,7 +65,7 @@ def render(data: Mapping[str, Any]) -> str:
     body = [
         f"<h1>{command}</h1><p class=faint>ddprun, {data['date']}, {in_words(data['seconds'])}</p>",
         f"<p class=lead>{lead}.</p>",
-        *_section("Where the time went", _bars(data)),
+        *(_section("Where the time went", _bars(data)) if has_parts(data) else ()),
         *_section("What to try next", _list(advice(data), "ol")),
         *_section("Steps per second", _chart(data)),
         *(_section("What happened", _table(notes, "left")) if notes else ()),
@@ -157,11 +158,12 @@ def _thinned(events: Sequence[Any]) -> list[Any]:
 
 
 def _numbers(data: Mapping[str, Any]) -> Iterator[str]:
-    head = ("", "steps", "ms per step", *SHOWN, "memory, MB", "GPU, MB")
+    shown = SHOWN if has_parts(data) else ()
+    head = ("", "steps", "ms per step", *shown, "memory, MB", "GPU, MB")
     heads = "".join(f"<th>{name}</th>" for name in head)
     rows = []
     for place, (rank, own) in enumerate(zip(data["ranks"], parts_of(data), strict=True)):
-        each = [f"{seconds:.1f} s" for seconds in own.values()]
+        each = [f"{own[name]:.1f} s" for name in shown]
         step = (sum(own.values()) - own[VALIDATING]) / max(rank["steps"], 1) * 1e3
         memory = [f"{size:,}" for size in rank["memory"]] + ["-"] * (2 - len(rank["memory"]))
         rows.append((name_of(data, place), f"{rank['steps']:,}", f"{step:.1f}", *each, *memory))

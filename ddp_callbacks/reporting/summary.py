@@ -43,6 +43,11 @@ def shares_of(data: Data) -> dict[str, float]:
     return {name: sum(own[name] for own in parts) / total for name in SHOWN}
 
 
+def has_parts(data: Data) -> bool:
+    """Whether the time is known by its parts. Of one process whose loader stays its own, only steps are marked."""
+    return shares_of(data)[COMPUTING] < 1
+
+
 def pace_of(data: Data) -> int | None:
     """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
     parts = parts_of(data)
@@ -100,7 +105,8 @@ def one_line(data: Data) -> str:
         return ""
     seconds = max(sum(own.values()) for own in parts)
     shares = [f"{percent(share)} {name}" for name, share in shares_of(data).items() if share >= _LITTLE]
-    said = [f"{len(parts)} process{'es' * (len(parts) > 1)}, {in_words(seconds)} of training: {', '.join(shares)}"]
+    where = f": {', '.join(shares)}" if has_parts(data) else ""
+    said = [f"{len(parts)} process{'es' * (len(parts) > 1)}, {in_words(seconds)} of training{where}"]
     if (pace := pace_of(data)) is not None:
         said.append(f"{name_of(data, pace)} sets the pace")
     if len(parts) > 1:
@@ -110,6 +116,8 @@ def one_line(data: Data) -> str:
 
 def advice(data: Data) -> list[str]:
     """Return what to try next, the most promising first."""
+    if not has_parts(data):
+        return ["Start two processes: only then is it measured where the time goes."]
     return [*_of_ranks(data), *_of_job(data)] or ["Nothing stands out: most of the time goes into computing."]
 
 

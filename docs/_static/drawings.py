@@ -150,24 +150,24 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def floors() -> list[list[str]]:
-    """The modules and folders in floors: each imports only from lower ones, and stands as low as it can."""
+def levels() -> list[list[str]]:
+    """The modules and folders in levels: each imports only from lower ones, and stands as low as it can."""
     order, height = imports(), dict[str, int]()
     for name in graphlib.TopologicalSorter(order).static_order():
         height[name] = max((height[other] + 1 for other in order[name]), default=0)
-    return [sorted(name for name in height if height[name] == floor) for floor in range(max(height.values()) + 1)]
+    return [sorted(name for name in height if height[name] == level) for level in range(max(height.values()) + 1)]
 
 
 def layers() -> str:
     """From the top to the bottom: what is used by whom."""
-    rows = floors()
-    drawing = Drawing(96 + 40 * len(rows), "The modules of the package in floors, by what they import")
+    rows = levels()
+    drawing = Drawing(96 + 40 * len(rows), "The modules of the package in levels, by what they import")
     drawing.box(70, 14, 674, 28, GREY, "your script: a Trainer, a Trial, or your own loop", 0.05)
     for number, names in enumerate(rows):
         y = 52 + 40 * (len(rows) - 1 - number)
         drawing.text(20, y + 20, str(number), colour=FAINT)
         _row(drawing, 70, y, 674, names)
-    text = "A module imports only from lower floors. Purple: the adapters. Blue: what ddprun runs."
+    text = "A module imports only from lower levels. Purple: the adapters. Blue: what ddprun runs."
     drawing.text(70, 76 + 40 * len(rows), text, 12, FAINT)
     return drawing.svg()
 

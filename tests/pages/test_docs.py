@@ -113,12 +113,24 @@ def test_python_that_is_not_run_compiles_and_imports_what_exists() -> None:
                 assert hasattr(importlib.import_module(module), name), f"{block}: {module}.{name}"
 
 
+def test_workers_of_dask_that_import_the_script_start_nothing() -> None:
+    (block,) = (block for block in BLOCKS if "from dask.distributed import Client" in block.text)
+    assert {type(node) for node in ast.parse(block.text).body} == {ast.ImportFrom, ast.FunctionDef, ast.If}
+
+
 def test_make_has_the_targets_that_pages_name() -> None:
     rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = {name for names in rules for name in names.split()}
     texts = ["\n".join(page.lines) for page in _tracked_pages()]
     named = {name for text in texts for name in re.findall(r"(?:^|`)(?:\w+=\S+ )*make ([\w-]+)", text, re.MULTILINE)}
     assert named and named <= targets
+
+
+def test_make_clean_removes_what_git_ignores() -> None:
+    removed = (ROOT / "Makefile").read_text().partition("\nclean:\n")[2].split()
+    not_of_make = {"__pycache__/", "dist/", "/data/", "logs/", ".venv*/"}
+    ignored = {name.rstrip("/") for name in {*(ROOT / ".gitignore").read_text().split()} - not_of_make}
+    assert ignored - {"_build", "docs/_files"} <= {*removed} and {"docs/_build", "docs/_files"} <= {*removed}
 
 
 def _tracked_pages() -> list[Page]:
@@ -175,6 +187,16 @@ def test_pages_use_plain_words_and_agree_on_figures(page: Page) -> None:
     for pattern, value in WORDS["figures"].items():
         shown = {group for match in re.finditer(pattern, text, re.MULTILINE) for group in match.groups() if group}
         assert shown <= {value}, f"{page.name}: {shown} for {pattern}"
+
+
+def test_step_times_lead_to_what_measured_them() -> None:
+    shown = [page for page in PAGES if "0.55 to 0.90" in page.prose]
+    assert shown and all(any("/step_time/README.md" in link for link in page.links) for page in shown)
+
+
+def test_lines_of_ddprun_have_absolute_paths() -> None:
+    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith("ddprun: ")]
+    assert not [line for line in lines if " ddprun-logs/" in line]
 
 
 def _texts_of_the_package() -> Iterator[tuple[str, str]]:
@@ -326,6 +348,9 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
     """Imports go in one direction, as the map shows."""
     text = (DOCS / "reference" / "architecture.md").read_text()
     levels = {name: int(level) for level, name in re.findall(r"^\| (\d+) \| `([\w.]+)` \|", text, re.MULTILINE)}
+    drawn = runpy.run_path(str(DOCS / "_static" / "drawings.py"))["levels"]()
+    assert list(levels.values()) == sorted(levels.values())
+    assert levels == {name: level for level, names in enumerate(drawn) for name in names}
     imports = {name: others for name, others in _imports().items() if name != "__main__"}
     assert set(levels) == set(map(_entry, imports))
     for name, others in imports.items():

@@ -21,7 +21,7 @@ pytestmark = [
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = Path(__file__).with_name("site_probe.html")
-WIDTHS = (1280, 390)
+WIDTHS = (1280, 1100, 390)
 
 
 @pytest.fixture(scope="module")

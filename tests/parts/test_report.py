@@ -67,6 +67,7 @@ LINES = {
         "4 % between steps; rank 1 on node1 sets the pace; at most 1.4 times as fast as one",
     ),
     "alone": (job({"waiting": 0.0, "loading": 65.0}), "1 process, 2.2 min of training: 50 % computing, 50 % loading"),
+    "alone, and its loader is not ours": (job({"waiting": 0.0}), "1 process, 65 s of training"),
     "nobody trains": (job({}, {}, steps=0), ""),
 }
 
@@ -90,6 +91,7 @@ ADVICE = {
     "between": (job({"between steps": 90.0}, {"between steps": 90.0}), ["56 % goes by between steps"]),
     "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
     "short steps": (job({}, {}, steps=30_000), ["A step takes 2.5 ms"]),
+    "only steps are marked": (job({"waiting": 0.0}), ["Start two processes"]),
 }
 
 
@@ -128,6 +130,8 @@ def test_the_page_has_a_bar_for_each_rank_and_nothing_from_elsewhere() -> None:
     widths = [sum(bar) for bar in found.bars]
     assert widths == pytest.approx([100.0, 100.0], abs=0.5) and not found.foreign
     assert found.bars[0] == pytest.approx([52.2, 8.7, 34.8, 4.3], abs=0.1)
+    alone = page.render(job({"waiting": 0.0}))
+    assert not Page(alone).bars and "computing" not in alone
 
 
 def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
