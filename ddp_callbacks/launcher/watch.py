@@ -30,6 +30,7 @@ from ddp_callbacks.reporting.trace import write as write_trace
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _USAGE = 2  # exit code of a program that does not know its arguments
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
+_CAUSE = 2.0  # the same if it only follows from another rank's end, which may take longer than its connections
 
 
 class Watch:
@@ -162,7 +163,7 @@ class Watch:
         if self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif end.code and not self._launch.is_ending:
-            self._take_failure(end.code)
+            self._take_failure(end)
         elif not self._launch.is_ending:  # others may wait for it to join
             self._launch.let_know(ended={str(end.rank): end.code})
 
@@ -192,21 +193,21 @@ class Watch:
         ends = self._ends_of_members()
         return len(ends) == len(self._members.ranks) and all(rank.code is not None for rank in ends)
 
-    def _take_failure(self, code: int) -> None:
+    def _take_failure(self, end: End) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
-        if self._begin_at is not None or self._end_at is not None:
-            return
-        if code == EXIT_PREEMPTED:
-            self._wait_for_others()
-        elif self._can_restart():
-            self._begin_restart()
-        else:
-            self._end_at = time.monotonic() + _PAUSE
+        is_first = self._begin_at is None and self._end_at is None
+        known = [other for other in self._ends_of_members() if other.code and not (other is end or other.follows)]
+        if is_first and end.code == EXIT_PREEMPTED:
+            self._launch.ask()
+            self._decide_within(self._job.patience)
+        elif is_first and end.follows:
+            self._decide_within(_CAUSE)
+        elif is_first or not (end.follows or known):
+            self._decide_within(0.0 if self._can_restart() else _PAUSE)
 
-    def _wait_for_others(self) -> None:
-        """Give the other ranks their time to write and end, too, after the first preempted one."""
-        self._launch.ask()
-        until = time.monotonic() + self._job.patience
+    def _decide_within(self, seconds: float) -> None:
+        """Give the other ranks this time to end, too, before all are ended or start again."""
+        until = time.monotonic() + seconds
         if self._can_restart():
             self._begin_at = until
         else:
@@ -461,15 +462,8 @@ class Watch:
         members = self._ends_of_members()
         has_preempted = any(rank.code == EXIT_PREEMPTED for rank in members)
         reason = f"did not end within {self._job.patience:g} s after another rank was preempted"
-        ends = []
-        for rank in members:
-            if rank.code == EXIT_PREEMPTED:
-                ends.append(replace(rank, code=0))
-            elif has_preempted and rank.is_ours and rank.ended_by:
-                ends.append(replace(rank, reason=reason, is_ours=False))
-            else:
-                ends.append(rank)
-        return ends
+        late = [rank for rank in members if has_preempted and rank.is_ours and rank.ended_by]
+        return [replace(rank, reason=reason, is_ours=False) if rank in late else rank for rank in members]
 
 
 def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
