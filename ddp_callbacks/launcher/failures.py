@@ -162,18 +162,20 @@ class End:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""
         self.code, self.order = 1, time.monotonic()
 
-    def take(self, code: int, signal: str | None, now: float, is_ending: bool) -> None:
+    def take(self, code: int, signal: str | None, now: float, is_ending: bool, stopped: float) -> None:
         """Take how a rank has ended, at ``now`` on its host's monotonic clock.
 
         Args:
             is_ending: Whether ``ddprun`` had ended the job, which may be the reason.
+            stopped: The seconds after which it was killed because it was stopped; else 0.
         """
         self.code, self.ended_by, self.order = code, signal, time.monotonic()
         self.printed = read_record(self.text("f"), now - self.order)
         self.is_ours = is_ending and signal in (None, "SIGINT", "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.
         if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
-            self.reason = f"killed by {signal}"
+            by = f"ddprun, as it was stopped (by SIGSTOP, say) for {stopped:g} s" if stopped else signal
+            self.reason = f"killed by {by}"
 
     def text(self, kind: str) -> str:
         """Return the last output of a kind: a key of ``wrote``."""

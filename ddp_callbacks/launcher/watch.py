@@ -141,13 +141,15 @@ class Watch:
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         await self._note(f"{name}: {which}, {each}{where}{again}")
 
-    async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
-        """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
+    async def _take_end(
+        self, node: Connection, rank: int, code: int, signal: str | None, now: float, stopped: float
+    ) -> None:
+        """Note the end of a rank, see :class:`.node.reports.Ended`."""
         successor = self._members.successors.pop(rank, None)
         end = successor or self._ranks.get(rank)
         if end is None or end.node != node.plan.name or end.code is not None or self._restart is not None:
             return  # its node was lost, it counts as ended, or a restart has ended it
-        end.take(code, signal, now, self._launch.is_ending)
+        end.take(code, signal, now, self._launch.is_ending, stopped)
         if successor is not None:
             await self._note_end_of_successor(successor)
             self._release(node)

@@ -90,8 +90,7 @@ class Node(Answers):
             self._wait()
             self._ending.look()
             self._reap()
-            for rank in self._stopped.kill(self._ranks):
-                self._link.tell(Wrote(rank, "e", _KILLED))
+            self._stopped.kill(self._ranks)
             if self._halt is not None and not self._leaves and self._ending.is_quiet():
                 self._get_ready()
         self._end_store()
@@ -253,7 +252,10 @@ class Node(Answers):
                     break
         name = _NAMES.get(-code, f"signal {-code}") if code < 0 else None
         code = code if code >= 0 else 128 - code
-        self._link.tell(Ended(rank.number, code, name, time.monotonic()))
+        stopped = self._stopped.killed.pop(rank.process.pid, 0.0)
+        if stopped:
+            self._link.tell(Wrote(rank.number, "e", _KILLED))
+        self._link.tell(Ended(rank.number, code, name, time.monotonic(), stopped))
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
