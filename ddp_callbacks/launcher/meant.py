@@ -42,7 +42,8 @@ def for_ddprun(arguments: Sequence[str]) -> str:
 def _meant(script: str, arguments: Sequence[str]) -> Iterator[str]:
     typed = shlex.join([script, *arguments])
     if _SHELL.fullmatch(script):
-        yield f"{script} is a shell script. For each process to run it, type: ddprun --no-python {typed}"
+        here = "" if "/" in script else "./"  # as in a shell, a bare name is that of a program in PATH
+        yield f"{script} is a shell script. For each process to run it, type: ddprun --no-python {here}{typed}"
     if _PYTHON.fullmatch(script) and not os.path.isdir(script):
         rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", arguments)] or ["train.py"]
         yield f"ddprun starts Python itself. Leave {script} out: ddprun {shlex.join(rest)}"

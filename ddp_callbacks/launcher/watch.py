@@ -28,7 +28,7 @@ from ddp_callbacks.reporting.stacks import innermost, summary
 from ddp_callbacks.reporting.trace import write as write_trace
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
-_USAGE = 2  # exit code of a program that does not know its arguments
+_USAGE = 2  # exit code of a program that does not know its arguments, and of ddprun if nothing was started
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 _CAUSE = 2.0  # the same if it only follows from another rank's end, which may take longer than its connections
 
@@ -454,6 +454,8 @@ class Watch:
         self._report.note(cause.text)
         write(self._report.data(), self._output.folder)
         self._output.note(cause.text)
+        if not self._launch.has_begun:
+            return _USAGE
         if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
             self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")
         self._output.note(self._output.describe_place(cause.rank))

@@ -423,7 +423,7 @@ def test_a_program_that_cannot_be_started_is_named_with_what_to_do(tmp_path: Pat
     (tmp_path / name).chmod(0o755)
     done = ddprun("--no-python", name, cwd=tmp_path)
     says = f"ddprun: localhost: cannot start {name}: .*Name a program in PATH, or by its path .* must begin with #!"
-    assert done.returncode == 1 and re.search(says, done.stderr), done.stderr
+    assert done.returncode == 2 and re.search(says, done.stderr), done.stderr
 
 
 def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(tmp_path: Path) -> None:

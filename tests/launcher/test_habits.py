@@ -97,6 +97,8 @@ SAID = [
     (f"{ONE} /usr/bin/python3.11 -u train.py", "Leave /usr/bin/python3.11 out: ddprun train.py"),
     (f"{ONE} python -m pack.train", "Leave python out: ddprun -m pack.train"),
     (f"{ONE} ./train.sh --lr 3", "For each process to run it, type: ddprun --no-python ./train.sh --lr 3"),
+    (f"{ONE} train.sh --lr 3", "For each process to run it, type: ddprun --no-python ./train.sh --lr 3"),
+    (f"{ONE} --no-python train.sh", "cannot start train.sh: No such file or directory. Name a program in PATH, or by"),
     (f"{ONE} train --lr 3", "there is no file train. Did you mean ddprun train.py --lr 3?"),
     (f"{ONE} 'train.py --lr 3'", "Leave the quotes out: ddprun train.py --lr 3"),
     ("ddprun -x A=1 B=2 train.py", "there is no script B=2, but train.py."),
