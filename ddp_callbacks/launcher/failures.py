@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ddp_callbacks.errors import EXIT_PREEMPTED
 
 TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
-_LONGEST = 4000  # maximum length of a reason
+_LONGEST, _LINE = 4000, 1000  # maximum length of a reason, and of a last line
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
@@ -294,7 +294,7 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
+    said = next((line.strip()[:_LINE] for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
     silent = f"last output: {said}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:
