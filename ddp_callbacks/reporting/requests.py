@@ -45,9 +45,9 @@ def new_folder(log_dir: str) -> Path:
 def hold(folder: Path) -> None:
     """Mark the folder as that of a job that runs, until its ``RUNS`` is removed or this process ends, however."""
     descriptor = os.open(folder / RUNS, os.O_RDWR | os.O_CREAT | os.O_TRUNC)  # stays open
-    os.write(descriptor, socket.gethostname().encode())
-    with suppress(OSError):  # this disk has no locks
+    with suppress(OSError):  # this disk has no locks, or no room
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, socket.gethostname().encode())
 
 
 def _runs(folder: Path) -> bool:

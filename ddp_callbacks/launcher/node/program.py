@@ -139,8 +139,8 @@ class Node(Answers):
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
             is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
             self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
-            return
-        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
+        if ranks := [rank.number for rank in self._ranks.values()]:  # without a problem, all
+            self._link.tell(Started(ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
         self._ending.stop_again()
 
     def replace(self, rank: int, environ: dict[str, str]) -> None:
