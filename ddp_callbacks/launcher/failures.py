@@ -294,8 +294,8 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    said = next((line.strip()[:_LINE] for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
-    silent = f"last output: {said}" if said else "no exception was printed"
+    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
+    silent = f"last output: {said[:_LINE]}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:
         return f"{first}: {reason}"

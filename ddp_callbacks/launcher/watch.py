@@ -16,7 +16,7 @@ from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
-from ddp_callbacks.launcher.meant import for_ddprun
+from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
@@ -456,8 +456,8 @@ class Watch:
         self._output.note(cause.text)
         if not self._launch.has_begun:
             return _USAGE
-        if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
-            self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")
+        if cause.code == _USAGE and (says := misplaced(self._job.training_script_args)):
+            self._output.note(says)
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

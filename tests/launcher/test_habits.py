@@ -66,7 +66,8 @@ UNDERSTOOD = [
     ("GH_PAT=abc ddprun --dry-run -x GH_PAT train.py", 0, "variables   GH_PAT=... ", ""),
     ("ddprun --help > /dev/full", 1, "", "ddprun: cannot write to standard output: No space left on device\n"),
     (f"ulimit -f 0; {ONE} train.py", 1, "rank 0 of 1 []", "rank-0.log is not complete: File too large\n"),
-    (f"ulimit -n 20; {TWO} train.py", 1, "", "/python: Too many open files\n"),
+    (f"ulimit -n 20; {TWO} train.py", 2, "", "/python: Too many open files\n"),
+    (f"ulimit -n 24; {TWO} train.py", 1, "", "/python: Too many open files\n"),  # rank 0 has started
     ("ddprun doctor --log-dir /proc/x train.py", 1, "\nFAIL logs: cannot write in /proc/x: ", ""),
     (
         "ddprun doctor -H localhost:9999 train.py",
@@ -79,12 +80,18 @@ UNDERSTOOD = [
     (f"{ONE} exits.py 75", 75, "", ""),
     (f"{ONE} says.py /data", 1, "", "rank 0 on localhost failed with exit code 1: last output: no data in /data"),
     (f"{ONE} raises.py || echo failed", 0, "failed\n", "failed with exit code 1: KeyError: 'age'"),
-    (f"{ONE} train.py --nproc-per-node 2", 0, "rank 0 of 1 ['--nproc-per-node', '2']", ""),
+    (
+        f"{ONE} train.py --nproc-per-node 2",
+        0,
+        "rank 0 of 1 ['--nproc-per-node', '2']",
+        "ddprun: the script gets --nproc-per-node, as it stands after the script. Put ddprun's flags before it\n",
+    ),
+    (f"{ONE} train.py -- --nnodes 2 2>&1 | grep -c gets", 1, "0\n", ""),
     (
         f"{ONE} parses.py --nproc_per_node=2; exit 5",
         5,
         "",
-        "the script got --nproc_per_node=2, as it stands after the",
+        "the script gets --nproc_per_node=2, as it stands after the",
     ),
     (f"{TWO} asks.py", 1, "", "EOF when reading a line. Rank 0 alone reads what you type: let the script ask"),
     (f"{TWO} stops.py", 1, "", "bdb.BdbQuit. Rank 0 alone reads what you type: let the script ask for input"),
