@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ddp_callbacks.errors import EXIT_PREEMPTED
+
 TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
-_LONGEST = 4000  # maximum length of a reason
+_LONGEST, _LINE = 4000, 1000  # maximum length of a reason, and of a last line
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
@@ -160,18 +162,20 @@ class End:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""
         self.code, self.order = 1, time.monotonic()
 
-    def take(self, code: int, signal: str | None, now: float, is_ending: bool) -> None:
+    def take(self, code: int, signal: str | None, now: float, is_ending: bool, stopped: float) -> None:
         """Take how a rank has ended, at ``now`` on its host's monotonic clock.
 
         Args:
             is_ending: Whether ``ddprun`` had ended the job, which may be the reason.
+            stopped: The seconds after which it was killed because it was stopped; else 0.
         """
         self.code, self.ended_by, self.order = code, signal, time.monotonic()
         self.printed = read_record(self.text("f"), now - self.order)
         self.is_ours = is_ending and signal in (None, "SIGINT", "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.
         if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
-            self.reason = f"killed by {signal}"
+            by = f"ddprun, as it was stopped (by SIGSTOP, say) for {stopped:g} s" if stopped else signal
+            self.reason = f"killed by {by}"
 
     def text(self, kind: str) -> str:
         """Return the last output of a kind: a key of ``wrote``."""
@@ -184,6 +188,11 @@ class End:
 
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, neither with code 0 nor preempted."""
+        return self.code not in (None, 0, EXIT_PREEMPTED)
 
     @property
     def told(self) -> str | None:
@@ -243,14 +252,14 @@ def first_cause(ends: Sequence[End], losses: Sequence[Sequence[End]] = ()) -> Ca
     blamed = [lost for lost in losses if any(end.rank in votes for end in lost)]
     if lost := blamed or (losses[-1:] if first.follows else []):
         return first_cause([*ends, *chain.from_iterable(lost)])
-    others = [end.code for end in ends if end.code and not end.is_ours]
-    code = first.code if first.code and not first.is_ours else next(iter(others), first.code or 1)
+    others = [end.code for end in [first, *ends] if end.code and end.has_failed and not end.is_ours]
+    code = next(iter(others), first.code if first.code and first.has_failed else 1)
     return Cause(first.rank, code, _text(first, ends, first.rank in votes))
 
 
 def _first(ends: Sequence[End]) -> End | None:
     votes = _votes(ends)
-    failed = [end for end in ends if end.code or end.rank in votes]
+    failed = [end for end in ends if end.has_failed or end.rank in votes]
     return min(
         failed,
         key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began),
@@ -268,37 +277,35 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
     """Return how doubtful it is that this end came first; 0 is certain."""
     if end.rank is None:
         is_missed = any(other.node == end.node and other.rank in votes for other in ends)
-        return 4 if end.is_ours and not is_missed else 0
+        return 5 if end.is_ours and not is_missed else 0
     if end.rank in votes:
         return 0 if end.own_reason is not None else 1
     if end.is_ours:
-        return 2 if _had_failed_before(end, ends) else 4
-    if end.blames is not None:
-        return 4
-    if end.own_reason is None or end.follows:
-        return 3
-    return 0
+        return 2 if _had_failed_before(end, ends) else 5
+    if end.follows:  # a rank that exits breaks connections, perhaps long before its own end
+        return 5 if end.blames is not None else 4
+    return 3 if end.own_reason is None else 0
 
 
 def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
     """Whether a rank, although it ended late, had an exception of its own before the first failure became known."""
-    ordered = min((other.order for other in ends if other.code and not other.is_ours), default=0.0)
+    ordered = min((other.order for other in ends if other.has_failed and not other.is_ours), default=0.0)
     return end.own_reason is not None and 0 < (end.code or 0) < 128 and end.began < ordered
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
-    silent = f"last output: {said}" if said else "no exception was printed"
+    silent = f"last output: {said[:_LINE]}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:
         return f"{first}: {reason}"
-    if first.code and not (is_named and first.is_ours):
+    if first.has_failed and not (is_named and first.is_ours):
         are_alike = len(ends) > 1 and all(end.printed and end.told == first.told for end in ends)
         all_have = ", like every rank," if are_alike or "MismatchError" in reason.partition(":")[0] else ""
-        gone = [str(end) for end in ends if end.code == 0 and end.order < first.order] if first.follows else []
-        before = f". Before, {', '.join(gone)} exited with code 0" if gone else ""
+        gone = [f"{end} exited with code {end.code}" for end in ends if end.code in (0, EXIT_PREEMPTED)]
+        before = f". Before, {', '.join(gone)}" if gone and first.follows else ""
         return f"{first}{all_have} failed with exit code {first.code}: {reason}{before}"
-    how = "exited with code 0" if first.code == 0 else "failed"
+    how = f"exited with code {first.code}" if first.code in (0, EXIT_PREEMPTED) else "failed"
     if first.printed is not None:
         return f"{first} {how}: {_short(first.printed.reason)}"
     says = min((end for end in ends if first.rank in (end.blames or ())), key=lambda end: end.began)

@@ -7,11 +7,12 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.flags import GROUPS
 
+_COUNTS = ("--hosts", "--hostfile", "--nnodes", "--nproc-per-node")
 _COMMANDS = ("doctor", "join", "stacks", "status")
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _STREAM = re.compile(r"/dev/(stdin$|fd/)|/proc/self/fd/")  # <(...) in a shell is one, too
@@ -33,16 +34,24 @@ def refuse_script(words: Sequence[str]) -> None:
         raise ConfigurationError(instead)
 
 
-def for_ddprun(arguments: Sequence[str]) -> str:
-    """Return a flag of ``ddprun`` among the arguments of a script, which gets it; empty if there is none."""
-    ours = {word for flags in GROUPS.values() for flag in flags for word in flag.spellings.split() if word[:2] == "--"}
-    return next((word for word in arguments if word.partition("=")[0].replace("_", "-") in ours), "")
+def misplaced(arguments: Sequence[str], most: bool = True) -> str:
+    """Say which flag of ``ddprun`` is among the arguments of a script, which gets it; empty if none is.
+
+    Args:
+        arguments: Those of the script; all that follow ``--`` are its own.
+        most: Whether to look for all long flags, and not only for those that say how many processes run.
+    """
+    long = {word for flags in GROUPS.values() for flag in flags for word in flag.spellings.split() if word[:2] == "--"}
+    ours = long if most else _COUNTS
+    found = [word for word in takewhile("--".__ne__, arguments) if word.partition("=")[0].replace("_", "-") in ours]
+    return f"the script gets {found[0]}, as it stands after the script. Put ddprun's flags before it" if found else ""
 
 
 def _meant(script: str, arguments: Sequence[str]) -> Iterator[str]:
     typed = shlex.join([script, *arguments])
     if _SHELL.fullmatch(script):
-        yield f"{script} is a shell script. For each process to run it, type: ddprun --no-python {typed}"
+        here = "" if "/" in script else "./"  # as in a shell, a bare name is that of a program in PATH
+        yield f"{script} is a shell script. For each process to run it, type: ddprun --no-python {here}{typed}"
     if _PYTHON.fullmatch(script) and not os.path.isdir(script):
         rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", arguments)] or ["train.py"]
         yield f"ddprun starts Python itself. Leave {script} out: ddprun {shlex.join(rest)}"

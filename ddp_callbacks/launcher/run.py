@@ -19,6 +19,7 @@ from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
+from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.reporting.collector import Collector
@@ -30,6 +31,8 @@ _BRIEF = 10.0  # seconds; a job that ends itself sooner would requeue itself for
 def run(job: Job) -> int:
     """Run the job, and requeue the Slurm or PBS job around it after a preemption; return the exit code."""
     begin, (seconds, limit) = time.monotonic(), _limit(job)
+    if says := misplaced(job.training_script_args, most=False):  # nothing fails: the script may ignore it
+        _say(says)
     launch, code = asyncio.run(run_until(job, seconds, limit))
     if code and job.requeue and (launch.stopped_by or code == EXIT_PREEMPTED):
         _say(_requeue(launch, code, time.monotonic() - begin))

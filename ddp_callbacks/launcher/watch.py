@@ -16,7 +16,7 @@ from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
-from ddp_callbacks.launcher.meant import for_ddprun
+from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
@@ -28,8 +28,9 @@ from ddp_callbacks.reporting.stacks import innermost, summary
 from ddp_callbacks.reporting.trace import write as write_trace
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
-_USAGE = 2  # exit code of a program that does not know its arguments
+_USAGE = 2  # exit code of a program that does not know its arguments, and of ddprun if nothing was started
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
+_CAUSE = 2.0  # the same if it only follows from another rank's end, which may take longer than its connections
 
 
 class Watch:
@@ -140,13 +141,15 @@ class Watch:
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         await self._note(f"{name}: {which}, {each}{where}{again}")
 
-    async def _take_end(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
-        """Note the end of a rank. ``now`` is the time on its host's monotonic clock."""
+    async def _take_end(
+        self, node: Connection, rank: int, code: int, signal: str | None, now: float, stopped: float
+    ) -> None:
+        """Note the end of a rank, see :class:`.node.reports.Ended`."""
         successor = self._members.successors.pop(rank, None)
         end = successor or self._ranks.get(rank)
         if end is None or end.node != node.plan.name or end.code is not None or self._restart is not None:
             return  # its node was lost, it counts as ended, or a restart has ended it
-        end.take(code, signal, now, self._launch.is_ending)
+        end.take(code, signal, now, self._launch.is_ending, stopped)
         if successor is not None:
             await self._note_end_of_successor(successor)
             self._release(node)
@@ -162,7 +165,7 @@ class Watch:
         if self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif end.code and not self._launch.is_ending:
-            self._take_failure(end.code)
+            self._take_failure(end)
         elif not self._launch.is_ending:  # others may wait for it to join
             self._launch.let_know(ended={str(end.rank): end.code})
 
@@ -192,21 +195,21 @@ class Watch:
         ends = self._ends_of_members()
         return len(ends) == len(self._members.ranks) and all(rank.code is not None for rank in ends)
 
-    def _take_failure(self, code: int) -> None:
+    def _take_failure(self, end: End) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
-        if self._begin_at is not None or self._end_at is not None:
-            return
-        if code == EXIT_PREEMPTED:
-            self._wait_for_others()
-        elif self._can_restart():
-            self._begin_restart()
-        else:
-            self._end_at = time.monotonic() + _PAUSE
+        is_first = self._begin_at is None and self._end_at is None
+        known = [other for other in self._ends_of_members() if other.code and not (other is end or other.follows)]
+        if is_first and end.code == EXIT_PREEMPTED:
+            self._launch.ask()
+            self._decide_within(self._job.patience)
+        elif is_first and end.follows:
+            self._decide_within(_CAUSE)
+        elif is_first or not (end.follows or known):
+            self._decide_within(0.0 if self._can_restart() else _PAUSE)
 
-    def _wait_for_others(self) -> None:
-        """Give the other ranks their time to write and end, too, after the first preempted one."""
-        self._launch.ask()
-        until = time.monotonic() + self._job.patience
+    def _decide_within(self, seconds: float) -> None:
+        """Give the other ranks this time to end, too, before all are ended or start again."""
+        until = time.monotonic() + seconds
         if self._can_restart():
             self._begin_at = until
         else:
@@ -451,8 +454,10 @@ class Watch:
         self._report.note(cause.text)
         write(self._report.data(), self._output.folder)
         self._output.note(cause.text)
-        if cause.code == _USAGE and (flag := for_ddprun(self._job.training_script_args)):
-            self._output.note(f"the script got {flag}, as it stands after the script. Put ddprun's flags before it")
+        if not self._launch.has_begun:
+            return _USAGE
+        if cause.code == _USAGE and (says := misplaced(self._job.training_script_args)):
+            self._output.note(says)
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 
@@ -461,15 +466,8 @@ class Watch:
         members = self._ends_of_members()
         has_preempted = any(rank.code == EXIT_PREEMPTED for rank in members)
         reason = f"did not end within {self._job.patience:g} s after another rank was preempted"
-        ends = []
-        for rank in members:
-            if rank.code == EXIT_PREEMPTED:
-                ends.append(replace(rank, code=0))
-            elif has_preempted and rank.is_ours and rank.ended_by:
-                ends.append(replace(rank, reason=reason, is_ours=False))
-            else:
-                ends.append(rank)
-        return ends
+        late = [rank for rank in members if has_preempted and rank.is_ours and rank.ended_by]
+        return [replace(rank, reason=reason, is_ours=False) if rank in late else rank for rank in members]
 
 
 def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:

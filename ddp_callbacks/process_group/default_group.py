@@ -88,10 +88,11 @@ def join_process_group(
     """Join the default process group; call it once in each process.
 
     The callbacks and strategies of this library call it for you. Without arguments, rank and world size come from the
-    variables of torchrun, MPI or Slurm (see :class:`~ddp_callbacks.WorkerEnv`). If there are none, this is
-    a single process, and nothing is started. A default group that exists already is used unchanged: from then on, rank
-    and world size are those of the group. The process leaves the group when it exits. Blocks until all processes have
-    joined.
+    variables of torchrun, MPI or Slurm (see :class:`~ddp_callbacks.WorkerEnv`). If there are none, this is a single
+    process. For a single process, also a launcher's, no group is made and nothing is started: call
+    :func:`~ddp_callbacks.get_rank` and :func:`~ddp_callbacks.get_world_size`, not torch's. A default group that exists
+    already is used unchanged: from then on, rank and world size are those of the group. The process leaves the group
+    when it exits. Blocks until all processes have joined.
 
     Args:
         rank, world_size: Rank of this process, and the number of all processes. Pass both or neither.

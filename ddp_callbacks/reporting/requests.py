@@ -1,6 +1,7 @@
 """What a command asks of a running job, through files in the folder of its logs: ``stacks``, ``status``, ``join``.
 
-No process id is trusted: the process of that number may be another's, or on another machine.
+No process id is trusted: the process of that number may be another's, or on another machine. A lock tells on its own
+machine whether a job runs; disks may hide it from others.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +19,7 @@ from typing import TextIO
 from ddp_callbacks.errors import ConfigurationError
 
 JOINED, STACKS, STATUS = "join.txt", "stacks.txt", "status.json"  # the answers
-RUNS, _REQUEST = "runs", "request"  # the first is there while the job runs, the second while a command waits
+RUNS, _REQUEST = "runs", "request"  # the first is locked while the job runs, the second while a command waits
 _LOOK, _TURN = 0.25, 0.05  # seconds between two looks for a request, and for an answer
 
 
@@ -33,11 +35,31 @@ def new_folder(log_dir: str) -> Path:
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
     try:
         folder.mkdir(parents=True, mode=0o700)
-        (folder / RUNS).touch()
+        hold(folder)
     except OSError as error:
         remedy = "Choose another place with --log-dir."
         raise ConfigurationError(f"cannot write in {parent}: {error.strerror}. {remedy}") from None
     return folder
+
+
+def hold(folder: Path) -> None:
+    """Mark the folder as that of a job that runs, until its ``RUNS`` is removed or this process ends, however."""
+    descriptor = os.open(folder / RUNS, os.O_RDWR | os.O_CREAT | os.O_TRUNC)  # stays open
+    with suppress(OSError):  # this disk has no locks, or no room
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, socket.gethostname().encode())
+
+
+def _runs(folder: Path) -> bool:
+    """Whether the job may run: a killed ddprun leaves the file, but no lock."""
+    try:
+        with (folder / RUNS).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return file.read() != socket.gethostname()
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is locked, or this disk has no locks
+        return True
 
 
 async def take_requests(folder: Path, take: Callable[[str], None]) -> None:
@@ -99,11 +121,12 @@ def _lock(file: TextIO, end: float) -> None:
 def _await_answer(folder: Path, answer: Path, seconds: float) -> str:
     end = time.monotonic() + seconds
     while not answer.exists():
-        if not (folder / RUNS).exists():
+        if not _runs(folder):
             raise ConfigurationError(f"the job of {folder} has ended.")
         if time.monotonic() > end:
             raise ConfigurationError(
-                f"the job of {folder} does not answer within {seconds:g} s. Was its ddprun killed?"
+                f"the job of {folder} does not answer within {seconds:g} s. Was its ddprun killed? To ask another job, "
+                "name the folder of its logs: DIR/TIME."
             )
         time.sleep(_TURN)
     return answer.read_text()
@@ -119,7 +142,7 @@ def write_answer(path: Path, text: str) -> None:
 
 def _folder(job: str | None) -> Path:
     parent = Path(job or "ddprun-logs")
-    runs_last = sorted(parent.glob("*-*-*"), key=lambda each: (os.path.exists(each / RUNS), each))
+    runs_last = sorted(parent.glob("*-*-*"), key=lambda each: (_runs(each), each))
     found = runs_last or ([] if job is None else [parent])
     if not found or not found[-1].is_dir():
         raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")

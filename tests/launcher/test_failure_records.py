@@ -129,6 +129,13 @@ def test_a_long_traceback_is_shown_from_a_whole_frame_and_kept_whole(tmp_path: P
     assert reason == "ValueError: deep" and kept.count("File") == 62 and kept.endswith(f"{reason}\n")
 
 
+def test_a_long_line_of_a_traceback_is_shown_without_its_middle_and_kept_whole(tmp_path: Path) -> None:
+    _, shown, kept = left_by(tmp_path, "raise ValueError('x' * 200_000)")
+    *_, begin, end = shown.splitlines()
+    assert (begin, end) == (f"ValueError: {'x' * 988}...", f"...{'x' * 999}")
+    assert kept.endswith(f"\nValueError: {'x' * 200_000}\n")
+
+
 def test_a_rank_that_stops_because_of_another_one_shows_one_line(tmp_path: Path) -> None:
     _, shown, kept = left_by(tmp_path, PEER)
     assert shown == f"ddp_callbacks.errors.PeerError: {QUOTED}\n"

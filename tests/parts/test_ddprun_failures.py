@@ -76,8 +76,21 @@ FIRST: dict[str, tuple[list[End], str]] = {
     ),
     "its node is lost": ([SAYS_SILENT, b(5.0), LOST], "1: b: the connection was lost"),
     "neither says why: the first": (
+        [End("a", 0, 1.0, 3), b(2.0, 7)],
+        "3: rank 0 on a failed with exit code 3: no exception was printed",
+    ),
+    "exits without an exception, after its connections": (
         [BROKEN, b(2.0, 7)],
-        "1: rank 0 on a failed with exit code 1: RuntimeError: Connection closed by peer",
+        "7: rank 1 on b failed with exit code 7: no exception was printed",
+    ),
+    "exits with code 0, after its connections": (
+        [BROKEN, b(2.0, 0)],
+        "1: rank 0 on a failed with exit code 1: RuntimeError: Connection closed by peer. "
+        "Before, rank 1 on b exited with code 0",
+    ),
+    "exits with the code for a preemption, alone": (
+        [SAYS_FAILED, b(2.0, 75)],
+        f"1: rank 1 on b exited with code 75 {REPORTS} {FAILED}",
     ),
     "a broken connection follows from a signal": (
         [BROKEN, b(2.0, 1, "killed by SIGSEGV")],
@@ -103,6 +116,10 @@ FIRST: dict[str, tuple[list[End], str]] = {
     "says something and exits": (
         [End("a", 0, 1.0, 7, wrote={"e": b"no data\n"})],
         "7: rank 0 on a failed with exit code 7: last output: no data",
+    ),
+    "says 20,000 characters": (
+        [End("a", 0, 1.0, 7, wrote={"e": b"x" * 20_000})],
+        f"7: rank 0 on a failed with exit code 7: last output: {'x' * 1000}",
     ),
     "-": ([End("a", 0, 1.0, 7)], "7: rank 0 on a failed with exit code 7: no exception was printed"),
     "nobody": ([End("a", 0, 1.0, 0), b(2.0, 0, printed=own())], ""),

@@ -361,6 +361,17 @@ def test_what_was_lost_decides_whether_the_job_goes_on(case: str) -> None:
     assert (launch.calls, [text for text in says if text not in told]) == (calls, []), told
 
 
+@pytest.mark.parametrize(("flags", "then"), [("", ""), (" --max-restarts 1", "; all start again")])
+def test_a_rank_that_exits_after_its_connections_broke_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, flags: str, then: str
+) -> None:
+    monkeypatch.setattr("ddp_callbacks.launcher.watch._PAUSE", 0.0)
+    launch, output = Launch(f"-H h1:1,h2:1{flags}", [*BOTH, *raised(0, BROKEN), ended(1, 3), HALTED]), MagicMock()
+    asyncio.run(Watch(launch, output).run())  # type: ignore[arg-type]
+    told = f"rank 1 on h2 failed with exit code 3: no exception was printed{then}"
+    assert told in [call.args[0] for call in output.note.call_args_list]
+
+
 def test_a_job_goes_on_with_as_few_hosts_as_the_user_allows() -> None:
     for least, calls in (("1:2", [members(1, 0)]), ("2:2", ["end"])):
         launch = Launch(f"-H h1:1,h2:2 --nnodes {least} --keep-going", [*ALL, CLOSED[1]])

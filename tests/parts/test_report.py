@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 
 from ddp_callbacks.data.sharding import with_shares
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
-from ddp_callbacks.reporting.requests import RUNS, _folder, new_folder, take_requests
+from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
 from ddp_callbacks.reporting.trace import Span, write
 
@@ -192,13 +194,23 @@ def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys
     assert all(re.search(r" 17 % +0.0 GB +\d+ s ago  loss 0.25$", row) for row in rows), rows
 
 
-@pytest.mark.parametrize(("running", "chosen"), [([0, 1], 1), ([0], 0), ([], 2)])
-def test_a_command_asks_the_newest_job_that_still_runs(tmp_path: Path, running: list[int], chosen: int) -> None:
+@pytest.mark.parametrize(
+    ("running", "killed", "elsewhere", "chosen"),
+    [([0, 1], [], [], 1), ([0], [1, 2], [], 0), ([0], [2], [1], 1), ([], [], [], 2)],
+)
+def test_a_command_asks_the_newest_job_that_still_runs_and_none_whose_ddprun_was_killed(
+    tmp_path: Path, running: list[int], killed: list[int], elsewhere: list[int], chosen: int
+) -> None:
     folders = [tmp_path / f"20260102-03040{number}-000000001" for number in range(3)]
     for number, folder in enumerate(folders):
         folder.mkdir()
         if number in running:
-            (folder / RUNS).touch()
+            hold(folder)
+        if number in (*killed, *elsewhere):
+            (folder / RUNS).write_text("elsewhere" if number in elsewhere else socket.gethostname())
+        if number in killed:
+            with pytest.raises(ConfigurationError, match=f"^the job of {folder} has ended"):
+                ask(str(folder), "stacks.txt", 60.0)
     assert _folder(str(tmp_path)) == folders[chosen]
 
 

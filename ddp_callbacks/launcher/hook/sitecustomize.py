@@ -95,18 +95,20 @@ def _is_over() -> bool:
 def _shorten(text: str, exception: BaseException, log: int) -> str:
     """Return the end of a traceback, from a whole frame; only the message if it tells of another rank's failure.
 
-    All of it goes to ``log``, a descriptor.
+    Long lines lose their middle. All of it goes to ``log``, a descriptor.
     """
     is_of_another = type(exception).__name__ == "PeerError"
-    lines = text.splitlines(keepends=True)
-    if len(lines) <= _LINES and not is_of_another:
+    lines = [_cut(line) for line in text.splitlines(keepends=True)]
+    if len(lines) <= _LINES and "".join(lines) == text and not is_of_another:
         return text
     with suppress(OSError):
+        os.set_blocking(log, True)  # it may be more than a pipe holds
         os.write(log, text.encode(errors="replace"))
     if is_of_another:
         message = str(exception).partition("\nThis is rank ")[0]
         return f"{type(exception).__module__}.{type(exception).__name__}: {message}\n"
-    cut = len(lines) - _LINES
+    if (cut := len(lines) - _LINES) <= 0:
+        return "".join(lines)
     start = next((cut + number for number, line in enumerate(lines[cut:]) if line.startswith('  File "')), cut)
     return "".join([lines[0], f"  ... {start - 1} more lines are in the log\n", *lines[start:]])
 

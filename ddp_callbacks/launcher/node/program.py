@@ -90,8 +90,7 @@ class Node(Answers):
             self._wait()
             self._ending.look()
             self._reap()
-            for rank in self._stopped.kill(self._ranks):
-                self._link.tell(Wrote(rank, "e", _KILLED))
+            self._stopped.kill(self._ranks)
             if self._halt is not None and not self._leaves and self._ending.is_quiet():
                 self._get_ready()
         self._end_store()
@@ -140,8 +139,8 @@ class Node(Answers):
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
             is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
             self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
-            return
-        self._link.tell(Started(how.ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
+        if ranks := [rank.number for rank in self._ranks.values()]:  # without a problem, all
+            self._link.tell(Started(ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
         self._ending.stop_again()
 
     def replace(self, rank: int, environ: dict[str, str]) -> None:
@@ -253,7 +252,10 @@ class Node(Answers):
                     break
         name = _NAMES.get(-code, f"signal {-code}") if code < 0 else None
         code = code if code >= 0 else 128 - code
-        self._link.tell(Ended(rank.number, code, name, time.monotonic()))
+        stopped = self._stopped.killed.pop(rank.process.pid, 0.0)
+        if stopped:
+            self._link.tell(Wrote(rank.number, "e", _KILLED))
+        self._link.tell(Ended(rank.number, code, name, time.monotonic(), stopped))
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None

@@ -29,12 +29,16 @@ class Started(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A rank has ended, perhaps by a signal, at a time on its host's monotonic clock. All its output came before."""
+    """A rank has ended, perhaps by a signal, at a time on its host's monotonic clock. All its output came before.
+
+    If it was ``stopped`` for so many seconds, this program has killed it.
+    """
 
     rank: int
     code: int
     signal: str | None
     now: float
+    stopped: float = 0.0
 
 
 class Asked(NamedTuple):

@@ -6,9 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
-
-from ddp_callbacks.launcher.node.processes import Rank
+from collections.abc import Collection
 
 
 class Stopped:
@@ -16,10 +14,12 @@ class Stopped:
 
     Attributes:
         patience: Seconds after which a stopped rank is killed; ``None``: never.
+        killed: That of each rank that was killed, by process id.
     """
 
     def __init__(self) -> None:
         self.patience: float | None = None
+        self.killed: dict[int, float] = {}
         self._since: dict[int, float] = {}  # by process id
 
     def note(self, pid: int, status: int) -> bool:
@@ -29,11 +29,11 @@ class Stopped:
             self._since[pid] = time.monotonic()
         return os.WIFSTOPPED(status) or os.WIFCONTINUED(status)
 
-    def kill(self, ranks: Mapping[int, Rank]) -> list[int]:
-        """Kill the ranks, by process id, that were stopped for too long; return their numbers."""
-        found = [pid for pid, since in self._since.items() if time.monotonic() - since > (self.patience or math.inf)]
-        for pid in found:
+    def kill(self, ranks: Collection[int]) -> None:
+        """Kill the ranks, given by process id, that were stopped for too long."""
+        patience = self.patience or math.inf
+        for pid in [pid for pid, since in self._since.items() if time.monotonic() - since > patience]:
             del self._since[pid]
             if pid in ranks:
                 os.kill(pid, signal.SIGKILL)
-        return [ranks[pid].number for pid in found if pid in ranks]
+                self.killed[pid] = patience
