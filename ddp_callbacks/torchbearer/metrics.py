@@ -24,8 +24,9 @@ from ddp_callbacks.data.attributes import changed, checksums_of, decode, encode,
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError, warn
+from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.torchbearer import _torchbearer
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, has_event, wrap_event
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, has_event, wrap_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
 from ddp_callbacks.torchbearer.state import RUN_RANDOM_STATE, State, share_of
 
@@ -141,7 +142,9 @@ class MetricsPass:
         self._loss_weight, self._group = loss_weight, group
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
-        self._step = -1  # the current batch
+        is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
+        self._stride = get_world_size(group) if is_dealt else 1
+        self._step = (get_rank(group) if is_dealt else 0) - self._stride  # the current batch
         self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums
         self._added = BatchLog()  # the loss, and these terms, of each batch
         self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
@@ -229,7 +232,7 @@ class MetricsPass:
     def _process(self, state: State) -> dict[str, Any]:
         self._local = share_of(state).local
         self._samples += self._local
-        self._step += 1
+        self._step += self._stride
         terms, self._terms = [*self._terms.values()], {}
         if not self._local:
             return dict(state[torchbearer.METRICS])

@@ -502,6 +502,21 @@ def test_an_evaluation_within_a_prediction_sees_all_samples_once() -> None:
 
 
 @WORLD
+def test_a_prediction_of_data_with_targets_has_the_metrics_of_one_process() -> None:
+    def metrics(ddp: list[Callback]) -> list[dict[str, float]]:
+        seen: list[dict[str, float]] = []
+        watch = Callback()
+        watch.on_end_epoch = lambda state: seen.append(dict(state[torchbearer.METRICS]))
+        made = trial(ddp, callbacks=[watch]).with_val_generator(DataLoader(data(10, 9), 2))
+        made.predict(data_key=torchbearer.VALIDATION_DATA)
+        return seen
+
+    found = metrics([])
+    assert found[0]["val_loss"] > 0
+    assert_equal(metrics([DDPCallback()]), found, relative=1e-10)
+
+
+@WORLD
 def test_after_a_pass_that_raised_all_processes_have_the_same_running_loss() -> None:
     def fail(state: Any) -> None:
         if state[torchbearer.BATCH] == 2:
