@@ -69,7 +69,7 @@ class WholeDraws:
 
     Attributes:
         refused: Why a layer drew by rank in the last comparison, by its name.
-        has_skipped: Whether this rank has left out a batch of which it has no sample; until the next :meth:`report`.
+        has_skipped: Whether this rank has left out a batch of which it has no sample, since the last report.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, by_rank: bool = False) -> None:
