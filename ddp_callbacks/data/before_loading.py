@@ -25,7 +25,7 @@ from ddp_callbacks.data.order import Order
 from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
-from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices
+from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices, generators_of
 from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
 from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
@@ -138,13 +138,13 @@ class Part(Source):
             return None
         indices = list(itertools.chain(*first))
         part, share = self.divider.to_compare(len(indices))
-        sources = list(objects_of_order(dataset=self.loader.dataset).values())
-        generators = states_of_generators(sources)  # each process has drawn for its own part
+        own = generators_of(self.loader.dataset)
+        states = states_of_generators(own)
         try:
-            with SharedRandomState(sources, group=self.group).drawing():
+            with SharedRandomState(own, group=self.group).drawing():
                 return WholeBatch(*_load_again(self.loader, indices, part), share)
         finally:
-            set_generators(sources, generators)
+            set_generators(own, states)
 
 
 def _collate_part(collate: Callable[[Any], Any], name: str, samples: Any) -> Any:

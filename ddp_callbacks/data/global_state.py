@@ -83,9 +83,14 @@ def digest_of(*values: Any) -> int:
 
 
 def own_generators(*sources: object) -> list[Any]:
-    """Return the torch, Python and NumPy generators that are attributes of ``sources``, sorted by attribute name."""
-    attributes = [value for source in sources for _, value in sorted(getattr(source, "__dict__", {}).items())]
-    return [value for value in attributes if isinstance(value, generator_types())]
+    """Return generators of torch, Python and NumPy: among ``sources``, and their attributes, sorted by name."""
+    kinds = generator_types()
+    found = [[source] if isinstance(source, kinds) else _by_name(source) for source in sources]
+    return [value for each in found for value in each if isinstance(value, kinds)]
+
+
+def _by_name(source: object) -> list[Any]:
+    return [value for _, value in sorted(getattr(source, "__dict__", {}).items())]
 
 
 def generator_types() -> tuple[type, ...]:
