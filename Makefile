@@ -104,8 +104,11 @@ docs: $(INSTALLED)
 # torch first and by its exact version: without it pip would take the newest.
 $(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	@test ! -e $(VENV) || test -e $(VENV)/made || test -e $(DEMO) || { \
+		echo "$(VENV) is an environment of your own: make would clear it. Type: make VENV=.venv-make $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (torch is large: the first time can take minutes) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $(VENV)/made
 	@$(PIP) torch==2.13.0
 	@$(PIP) --no-compile --editable '.[demo]'  # most of it is never imported
 	@touch $@

@@ -39,14 +39,9 @@ INDEPENDENT = "DDP_CALLBACKS_INDEPENDENT"
 """Environment variable: "1" says that the processes of a job train apart on purpose."""
 
 
-def is_on() -> bool:
-    """Whether ``--auto`` is on."""
-    return os.environ.get(AUTO) == "1"
-
-
 def is_auto() -> bool:
-    """Whether ``--auto`` is on, and there are several processes."""
-    return is_on() and WorkerEnv.from_environ().world_size > 1
+    """Whether ``--auto`` is on. A Trainer or Trial of a single process stays as it is, but reports its steps."""
+    return os.environ.get(AUTO) == "1"
 
 
 _announced: set[str] = set()  # the kinds of objects announced so far
@@ -72,7 +67,8 @@ def _say_if_unused() -> None:
     is_main = multiprocessing.parent_process() is None
     presence = sys.modules.get("ddp_callbacks.process_group.presence")  # nothing else imports torch here
     is_used = _announced or (presence is not None and presence.has_joined())
-    if is_main and not is_used and is_auto() and WorkerEnv.from_environ().rank == 0:
+    env = WorkerEnv.from_environ()
+    if is_main and not is_used and is_auto() and env.world_size > 1 and env.rank == 0:
         _say_if_done(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
             "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
@@ -99,7 +95,7 @@ def _say_if_done(text: str) -> None:
 
 def watch_imports() -> None:
     """From now on, after the first import of Lightning or Torchbearer, make it train on all processes, or warn."""
-    if is_on():
+    if is_auto():
         atexit.register(_say_if_unused)
         functions: dict[str, Callable[[], None]] = {
             "lightning.pytorch": lambda: _import_ours("lightning"),

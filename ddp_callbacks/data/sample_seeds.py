@@ -2,7 +2,7 @@
 
 Each sample draws under a seed of its own, made from the seed of the pass and the sample's place in the order. So what
 it draws depends neither on the number of processes nor on workers. The global generators get the seed, and those that
-the data set holds, or what it holds, such as its transforms. The process's own random state stays as it is.
+the data set and its transforms hold, or name in their code. The process's own random state stays as it is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from ddp_callbacks.data.global_state import (
     set_state_of,
 )
 
-_OBJECTS = 50  # of a data set, in which to look for generators
-_ENTRIES = 1000  # of a list or dict
+_OBJECTS = 100  # of a data set, in which to look for generators
+_ENTRIES = 100  # of a list or dict: of samples there are more
 
 
 class SeededIndices(list[Any]):
@@ -96,31 +97,60 @@ def _of_worker() -> list[Any]:
 
 
 def generators_of(dataset: object) -> list[Any]:
-    """Return the generators that are attributes of a data set, or of what it holds: what it wraps, its transforms."""
+    """Return the generators that a data set holds or may use, or what it holds: what it wraps, its transforms."""
     kinds, found = generator_types(), dict[int, Any]()
     seen, left = {id(dataset)}, deque([dataset])
     while left and len(seen) < _OBJECTS:
-        for value in _held_by(left.popleft()):
+        for value in _used_by(left.popleft()):
             if isinstance(value, kinds):
                 found[id(value)] = value
-            elif id(value) not in seen and _may_hold(value):
+            elif id(value) not in seen and _may_use(value):
                 seen.add(id(value))
                 left.append(value)
     return list(found.values())
 
 
-def _held_by(owner: Any) -> Iterator[Any]:
-    values = owner if type(owner) in (list, tuple) else (owner if type(owner) is dict else _attributes(owner)).values()
-    return iter(values if len(values) <= _ENTRIES else ())
+def _used_by(owner: Any) -> Iterable[Any]:
+    """Return what an object holds, or what its code names."""
+    if type(owner) in (list, tuple, dict):
+        values = owner.values() if type(owner) is dict else owner
+        return values if len(values) <= _ENTRIES else ()
+    if isinstance(owner, partial):
+        return (owner.func, *owner.args, *owner.keywords.values())
+    if isinstance(owner, MethodType):
+        return (owner.__self__, owner.__func__)
+    if isinstance(owner, FunctionType):
+        named = (owner.__globals__.get(name) for name in owner.__code__.co_names)
+        return (*map(_contents, owner.__closure__ or ()), *named)
+    if isinstance(owner, type):
+        return [getattr(value, "__func__", value) for value in vars(owner).values()]
+    slots = [getattr(owner, name, None) for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
+    return (*getattr(owner, "__dict__", {}).values(), *slots, *type(owner).__mro__)
 
 
-def _may_hold(value: object) -> bool:
-    is_other = isinstance(value, type | ModuleType | torch.Tensor)
-    return type(value) in (list, tuple, dict) or (bool(_attributes(value)) and not is_other)
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
-def _attributes(owner: object) -> dict[str, Any]:
-    return getattr(owner, "__dict__", {})
+def _may_use(value: Any) -> bool:
+    if isinstance(value, FunctionType | type):
+        return not _is_of_library(value.__module__)
+    if isinstance(value, ModuleType | torch.Tensor):
+        return False
+    is_plain = type(value) in (list, tuple, dict) or isinstance(value, MethodType | partial)
+    return is_plain or bool(getattr(value, "__dict__", ())) or hasattr(type(value), "__slots__")
+
+
+@cache
+def _is_of_library(module: str) -> bool:
+    """Whether this is no module of the user's own."""
+    place = getattr(sys.modules.get(module), "__file__", None) or ""
+    return (
+        module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} - {"__main__"} or "-packages" in place
+    )
 
 
 class Loading:
@@ -161,7 +191,8 @@ class Loading:
     def _begin(self) -> list[Any]:
         """Keep the states from before, and return the data set's generators."""
         if self._before is None:
-            self._own = generators_of(self._dataset)
+            if self._own or self._draws is not False:
+                self._own = generators_of(self._dataset)
             self._before = self._states()
         return self._own
 

@@ -99,9 +99,10 @@ def silent_profiler(package: str) -> Any:
     return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
 
 
-def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
-    """Return the names of the batch transfer hooks that these modules and datamodules override."""
-    hooks = importlib.import_module(f"{ROOTS[package]}.core.hooks").DataHooks
+def own_transfer_hooks(trainer: Any) -> list[str]:
+    """Return the names of the batch transfer hooks that the module or the datamodule overrides."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    hooks = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.core.hooks").DataHooks
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
 

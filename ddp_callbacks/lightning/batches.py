@@ -168,6 +168,11 @@ class Batches:
         elif training and self._sums_weights:
             self.total = float(sum(all_gather_object(self.weight, "the weight of the batch")))
 
+    def next_rows(self, loaders: list[Any]) -> Rows | None:
+        """Return the rows of the batch that comes from ``loaders``, before :meth:`take`. Local."""
+        rows = {loader.shares[0].rows for loader in loaders if isinstance(loader, ShardedLoader) and loader.shares}
+        return rows.pop() if len(rows) == 1 else None
+
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
         return weigh(batch, share, self._weight_of, self._reduction)

@@ -87,9 +87,7 @@ class Run:
             for name in _parts.MONITORED:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
-        for owner, name in _parts.own_batch_hooks(trainer.lightning_module, *trainer.callbacks):
-            in_hook = functools.partial(self._in_batch_hook, f"{type(owner).__name__}.{name}")
-            self._exit.replace(owner, name, in_hook)  # it may compute the model, which draws
+        self._draw_in_hooks(trainer)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
         self._exit.replace(trainer.fit_loop, "setup_data", self._outside_of_batches)  # a step may ask for their number
@@ -160,6 +158,20 @@ class Run:
         """Surround the transfer of a batch, with the user's hooks; like :meth:`computing` if a loop has drawn it."""
         is_drawn = _parts.is_asked_by_loop(self._trainer)
         return self._draws.forward(self._rows, "transfer") if is_drawn else nullcontext()
+
+    def _draw_in_hooks(self, trainer: Any) -> None:
+        """Let the user's hooks of batches draw for the whole batch, too."""
+        for owner, name in _parts.own_batch_hooks(trainer.lightning_module, *trainer.callbacks):
+            in_hook = functools.partial(self._in_batch_hook, f"{type(owner).__name__}.{name}")
+            self._exit.replace(owner, name, in_hook)  # it may compute the model
+        if "on_before_batch_transfer" in _parts.own_transfer_hooks(trainer):
+            self._exit.replace(trainer.lightning_module, "_on_before_batch_transfer", self._before_transfer)
+
+    def _before_transfer(self, hook: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
+        """Let the user's hook draw for the batch, whose share is noted later."""
+        loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
+        with self._draws.forward(self.batches.next_rows(loaders), "before transfer"):
+            return hook(batch, dataloader_idx)
 
     def _in_batch_hook(self, stage: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._rows is None else self._draws.forward(self._rows, stage):

@@ -117,9 +117,7 @@ def _first_batch(loaders: Sequence[Any]) -> WholeBatch:
 
 def _require_no_transfer_hooks(trainer: Any) -> None:
     """Raise if the user has hooks that the comparison would call once more: as a default it must leave no trace."""
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    names = _parts.own_transfer_hooks(trainer.strategy.package, *owners)
-    if names:
+    if names := _parts.own_transfer_hooks(trainer):
         if trainer.is_global_zero:
             say(f"the first batch is not compared with one process: that would call {names[0]} once more")
         raise ConfigurationError(f"a comparison of the first batch would call {names[0]} once more.")

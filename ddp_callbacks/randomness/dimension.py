@@ -203,7 +203,7 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
 
 def _has_other_sizes(seen: _Seen, shape: Sequence[int]) -> bool:
     """Whether sizes other than that of the batch are not those of the first draw."""
-    if not seen.is_told or len(shape) != len(seen.shape):
+    if seen.dim is None or len(shape) != len(seen.shape):
         return False
     return any(one != other for dim, (one, other) in enumerate(zip(seen.shape, shape, strict=True)) if dim != seen.dim)
 

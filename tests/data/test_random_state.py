@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from shared_worlds import World, by_rank
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_callbacks.data.global_state import digest_of, get_global_state, is_same_state, seed_cpu, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, SharedRandomState, broadcast_rng_state, seed_by_rank
-from ddp_callbacks.data.sample_seeds import Loading, SeededIndices
+from ddp_callbacks.data.sample_seeds import Loading, SeededIndices, generators_of
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -129,6 +132,55 @@ def test_samples_of_which_few_draw_draw_under_seeds_from_the_first_on() -> None:
         loading.end()
     seed_cpu(digest_of(5, 2, 3))
     assert found[-2] == draw()
+
+
+class Slotted:
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng()
+
+    def add(self, x: float) -> float:
+        return x + self.own.random()
+
+
+class OfItsClass(Dataset[float]):
+    own = random.Random()
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.own.random()
+
+
+def add(x: float, own: torch.Generator) -> float:
+    return x + torch.rand((), generator=own).item()
+
+
+def closure(own: np.random.RandomState) -> Any:
+    return lambda x: x + own.rand()
+
+
+def by_name(x: float) -> float:
+    return x + MADE_HERE.random()
+
+
+MADE_HERE = random.Random()
+HOLDERS: dict[str, Any] = {
+    "partial": [functools.partial(add, own=torch.Generator())],
+    "slots": {"change": Slotted()},
+    "bound method": (Slotted().add,),
+    "closure": closure(np.random.RandomState()),
+    "global of a function": by_name,
+    "attribute of a class": OfItsClass(),
+    "of a data set within": Subset(OfItsClass(), range(3)),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_generator_is_found_wherever_a_data_set_or_its_transform_has_it(holder: str) -> None:
+    dataset = TensorDataset()
+    dataset.transform = HOLDERS[holder]
+    assert len(generators_of(dataset)) == 1
+    assert generators_of(TensorDataset()) == []
 
 
 def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:
