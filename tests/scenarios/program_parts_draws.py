@@ -220,6 +220,8 @@ def noise_of(p: Build, kind: str) -> Change:
     p.allowed.append(DOUBT)
     if kind in NOT_TOLD:
         p.allowed += [OF_OTHER_ROWS, OTHER_AMOUNT]
+    if kind == "item":
+        p.allowed.append(OTHER_AMOUNT)  # one number looks like one of a part of a single sample
     return NOISE[kind]
 
 
