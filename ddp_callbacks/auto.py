@@ -39,9 +39,14 @@ INDEPENDENT = "DDP_CALLBACKS_INDEPENDENT"
 """Environment variable: "1" says that the processes of a job train apart on purpose."""
 
 
-def is_auto() -> bool:
-    """Whether ``--auto`` is on. A Trainer or Trial of a single process stays as it is, but reports its steps."""
+def is_on() -> bool:
+    """Whether ``--auto`` is on."""
     return os.environ.get(AUTO) == "1"
+
+
+def is_auto() -> bool:
+    """Whether ``--auto`` is on, and there are several processes, or one of ddprun's, which reports its steps."""
+    return is_on() and (WorkerEnv.from_environ().world_size > 1 or NEWS in os.environ)
 
 
 _announced: set[str] = set()  # the kinds of objects announced so far
@@ -95,7 +100,7 @@ def _say_if_done(text: str) -> None:
 
 def watch_imports() -> None:
     """From now on, after the first import of Lightning or Torchbearer, make it train on all processes, or warn."""
-    if is_auto():
+    if is_on():
         atexit.register(_say_if_unused)
         functions: dict[str, Callable[[], None]] = {
             "lightning.pytorch": lambda: _import_ours("lightning"),

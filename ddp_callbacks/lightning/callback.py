@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
-from ddp_callbacks.auto import announce, is_auto
+from ddp_callbacks.auto import announce, is_auto, is_on
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.processes import NAMES
@@ -79,7 +79,8 @@ def _with_strategy(trainer_class: type, options: dict[str, Any]) -> dict[str, An
     chooses = next((callback for callback in several if isinstance(callback, DDPCallbackMixin)), None)
     strategy = options.get("strategy", os.environ.get("PL_TRAINER_STRATEGY", "auto"))
     if chooses is None:
-        if strategy != "auto" or not is_auto():
+        resumes = any(isinstance(callback, ResumeMixin) for callback in several)
+        if strategy != "auto" or not (is_auto() or (is_on() and resumes)):
             return options
         announce("Trainer", f"strategy={NAMES[0]!r}")
         return options | {"strategy": NAMES[0]}

@@ -38,7 +38,8 @@ def test_a_script_is_trained_for_a_short_time_and_its_parts_are_found(tmp_path: 
     few, many = found["measured"]
     assert (few["processes"], many["processes"]) == (1, 2)
     assert few["seconds"] >= 0.05 and many["seconds"] >= 0.03
-    assert 0.01 < found["step"]["divided"] < 0.03  # of a machine with two processes: 0.02
+    # Of a machine with two processes: 0.02. A step of these takes 0.03 s to compute, and longer with the exchange.
+    assert few["seconds"] - many["seconds"] <= found["step"]["divided"] <= few["seconds"] - 0.03
     assert not (tmp_path / "ended").exists() and (tmp_path / "found.svg").read_text().startswith("<svg")
 
 
