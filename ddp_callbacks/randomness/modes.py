@@ -32,7 +32,7 @@ from ddp_callbacks.randomness.generators import (
     drawing_by_rank,
     states_of,
 )
-from ddp_callbacks.randomness.operators import Kind, argument_names, draws, kind_of, may_draw
+from ddp_callbacks.randomness.operators import Kind, argument_names, base_name, draws, kind_of, may_draw
 from ddp_callbacks.randomness.rows import Rows, memory_order
 from ddp_callbacks.randomness.whole import draw_whole, sampled_shape
 
@@ -40,8 +40,9 @@ _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.gra
 _CHECKPOINTING = checkpoint.__code__.co_filename
 _CALLS = nn.Module.__module__  # where hooks decide which way a layer is called
 _HOSTS = ("ddp_callbacks", "lightning", "pytorch_lightning", "torchbearer")
-_PERMUTED = "it permutes the batch, and this process has its rows only"
+_PERMUTED = "a permutation of the batch needs rows of other processes: mix samples in the data set"
 _UNKNOWN = "how many numbers {} draws depends on rows of other processes"
+_NAMES = {"_sample_dirichlet": "Beta or Dirichlet", "_standard_gamma": "Gamma"}  # of distributions, by operator
 
 
 class DrawingCalls(TorchFunctionMode):
@@ -221,7 +222,8 @@ class DrawingOperators(TorchDispatchMode):
         if at is None or self.rows.is_whole:
             return operator(**arguments)
         if kind != "filled":
-            raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(operator._schema.name))
+            name = base_name(operator)
+            raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(_NAMES.get(name, name)))
         return draw_whole(operator, arguments, at, self.rows)
 
     def _name(self) -> str:

@@ -18,6 +18,7 @@ from ddp_callbacks.reporting.summary import in_words, percent
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _EVERY = 2.0  # seconds between two tables
 _LATELY = 10.0  # seconds over which steps are counted
+_LINE = 100  # characters of a last line
 _HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "heard", "last line")
 _HOME = "\x1b[H\x1b[J"  # the cursor goes to the corner, and all after it is cleared
 
@@ -71,7 +72,16 @@ def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
     heard = f"{rank['silent']:.0f} s ago"
     steps = f"{rank['steps']:,}", f"{_rate(rank['samples']):.3g}"
-    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, heard, rank["line"]
+    return (
+        rank["node"],
+        str(rank["rank"]),
+        str(rank["epoch"]),
+        *steps,
+        percent(waits),
+        memory,
+        heard,
+        rank["line"][:_LINE],
+    )
 
 
 def _rate(samples: Sequence[Sequence[float]]) -> float:
