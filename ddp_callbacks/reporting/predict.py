@@ -117,7 +117,8 @@ def pays_until(found: Mapping[str, Any], way: str = EXACT.name) -> Mapping[str, 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what to print."""
     few, many = found["measured"]
-    yield f"Measured: {_said(few)}; {_said(many)}."
+    times = few["seconds"] / many["seconds"]
+    yield f"Measured: {_said(few)}; {_said(many)}, {times:.2f} times as fast."
     yield from _table(found)
     for way in found["predicted"][0]["ways"]:
         yield _sentence(found, way)
