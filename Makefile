@@ -152,5 +152,5 @@ hosts:
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs examples/*/ddprun-logs docs/_build docs/_files build *.egg-info \
+	rm -rf ddprun-logs examples/*/ddprun-logs tests/scenarios/failing-programs docs/_build docs/_files build *.egg-info \
 		$(VENV) .venv-oldest .venv-newest .venv-apps .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -114,10 +114,8 @@ def test_one_machine_needs_an_assumed_network_which_is_said() -> None:
     found = predict.predict(few, many, predict.ASSUMED, (EXACT,))
     assert found["step"]["divided"] == pytest.approx(0.05) and found["step"]["fixed"] == pytest.approx(0.02)
     said = list(predict.lines(found))
-    assert (
-        said[0]
-        == "Measured: 1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step, 1.57 times as fast."
-    )
+    measured = "1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step, 1.57 times as fast"
+    assert said[0] == f"Measured: {measured}."
     assert said[-2] == "Network: 10 Gbit/s (--bandwidth), 50 µs (--latency), assumed."
     given = predict.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
     assert list(predict.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
