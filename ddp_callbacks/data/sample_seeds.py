@@ -137,7 +137,7 @@ def _contents(cell: CellType) -> Any:
 
 def _may_use(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
-        return not _is_of_library(value.__module__)
+        return not _is_of_library(str(value.__module__))  # code from exec may have none
     if isinstance(value, ModuleType | torch.Tensor):
         return False
     is_plain = type(value) in (list, tuple, dict) or isinstance(value, MethodType | partial)
@@ -148,9 +148,7 @@ def _may_use(value: Any) -> bool:
 def _is_of_library(module: str) -> bool:
     """Whether this is no module of the user's own."""
     place = getattr(sys.modules.get(module), "__file__", None) or ""
-    return (
-        module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} - {"__main__"} or "-packages" in place
-    )
+    return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place
 
 
 class Loading:

@@ -72,16 +72,8 @@ def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
     heard = f"{rank['silent']:.0f} s ago"
     steps = f"{rank['steps']:,}", f"{_rate(rank['samples']):.3g}"
-    return (
-        rank["node"],
-        str(rank["rank"]),
-        str(rank["epoch"]),
-        *steps,
-        percent(waits),
-        memory,
-        heard,
-        rank["line"][:_LINE],
-    )
+    last = rank["line"][:_LINE]
+    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, heard, last
 
 
 def _rate(samples: Sequence[Sequence[float]]) -> float:

@@ -170,6 +170,7 @@ HOLDERS: dict[str, Any] = {
     "bound method": (Slotted().add,),
     "closure": closure(np.random.RandomState()),
     "global of a function": by_name,
+    "global of a function without a module": eval("lambda x: x + own.random()", {"own": random.Random()}),
     "attribute of a class": OfItsClass(),
     "of a data set within": Subset(OfItsClass(), range(3)),
 }
