@@ -5,7 +5,7 @@
 
     python any_number.py --draw any_number.svg        one to four, and what lies between them
 
-The folder ``any_number`` gets the losses (metrics.csv) and the checkpoint of ``Resume``.
+The folder ``any_number`` gets the losses (metrics.csv).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_callbacks.lightning import Resume
+from ddp_callbacks.lightning import CallbackStrategy
 
 PROCESSES = (1, 2, 3, 4)
 
@@ -68,7 +68,7 @@ class Digits(LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on any number of processes.")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--folder", default="any_number", help="for the losses and the checkpoint")
+    parser.add_argument("--folder", default="any_number", help="for the losses")
     parser.add_argument("--draw", metavar="PATH", help="train on one to four processes, and draw their losses")
     args = parser.parse_args()
     if args.draw:
@@ -79,11 +79,11 @@ def main() -> None:
         max_epochs=args.epochs,
         accelerator="cpu",
         precision="64-true",
-        strategy="ddp_callbacks",
+        strategy=CallbackStrategy(randomness="by_sample"),  # each sample draws for itself, on one process, too
         sync_batchnorm=True,
-        callbacks=[Resume(f"{args.folder}/run.pt")],  # lets each sample draw for itself, on one process, too
         logger=CSVLogger(args.folder, name="", version=""),
         log_every_n_steps=1,
+        enable_checkpointing=False,
     )
     trainer.fit(Digits(), DataLoader(MovedDigits(), batch_size=50, shuffle=True))
 

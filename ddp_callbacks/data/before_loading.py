@@ -86,7 +86,7 @@ class Part(Source):
         """Return the indices of a step, with what the seeds of its samples are made from."""
         divider, rows = self.divider, step.share.rows
         if divider.division == "dealt":  # the number of the batch
-            number = (number - 1) * divider.world_size + divider.rank
+            number = (number - 1) * divider.world_size + divider.rank + 1
         seeds = (seed, number, divider.rank) if divider.division == "own" else (seed, number)
         if self.has_batches:
             return SeededIndices(step.part, seeds, 0 if rows is None else rows.start, self._loading)

@@ -55,9 +55,9 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, i
     Args:
         name: The loader's purpose, such as ``"train"`` or ``"predict"``.
         at_least: See :func:`ddp_callbacks.shard_loader`.
-        is_resumable: Whether a later run may resume in the middle of a pass.
+        is_resumable: Whether a later run may resume in the middle of a pass, or a single process seeds each sample.
     """
-    if name == "predict":
+    if name == "predict" and get_world_size() > 1:
         sharded = deal_out(loader)
     else:
         make = resumable_loader if is_resumable else shard_loader

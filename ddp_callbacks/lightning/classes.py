@@ -48,6 +48,10 @@ class CallbackStrategy(CallbackStrategyMixin):
             :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
         reduction: ``"mean"``, or ``"sum"`` if the loss is a sum over the samples. Log such a loss with
             ``self.log(..., reduce_fx="sum")``, or as a mean.
+        randomness: ``"global"``: a step draws dropout and noise for the global batch, as one process does, and on
+            several processes each sample of a map-style data set draws its augmentation under a seed of its own.
+            ``"by_sample"``: the same, and such seeds on one process, too, so that one and many draw the same.
+            ``"by_process"``: each process draws its own numbers in a step, which costs less time.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
@@ -96,7 +100,8 @@ class DDPCallback(DDPCallbackMixin):
     chooses its strategy, and with it rank and device. One callback may choose for several Trainers.
 
     Args:
-        batch_size, weight, reduction, sync, verify, skip_batch, on_divergence: See :class:`CallbackStrategy`.
+        batch_size, weight, reduction, randomness, sync, verify: See :class:`CallbackStrategy`.
+        skip_batch, on_divergence: See :class:`CallbackStrategy`.
         bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend: See :class:`CallbackStrategy`.
         timeout, start_method, accelerator, parallel_devices, cluster_environment: See :class:`CallbackStrategy`.
         checkpoint_io, precision_plugin: See :class:`CallbackStrategy`.
@@ -149,6 +154,7 @@ class CallbackFabricStrategy(CallbackFabricMixin):
             the one ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``) in the models that were set up; see
             :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
         reduction: ``"mean"``, or ``"sum"`` if the loss is a sum over the samples.
+        randomness: See :class:`CallbackStrategy`; a step is the body of a loop over a divided loader.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to join, and for a silent process.

@@ -24,6 +24,7 @@ from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.process_group.spawn import require_forkable
+from ddp_callbacks.randomness.option import Randomness, check_randomness
 from ddp_callbacks.versions import __version__
 
 # Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".
@@ -48,6 +49,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
 
     Attributes:
         user: The strategy's user, for messages: ``"Trainer"`` or ``"Fabric"``.
+        randomness: Whose random numbers the steps and the samples draw.
     """
 
     package: str
@@ -58,6 +60,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         batch_size: BatchSize,
         weight: Literal["cross_entropy"] | Weight | None,
         reduction: Reduction,
+        randomness: Randomness,
         engine: EngineOptions,
         start_method: str | None,
         **of_lightning: Any,
@@ -70,7 +73,9 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         """
         check_batch_size(batch_size)
         check_weight(weight, reduction)
+        check_randomness(randomness)
         self._batch_size, self._weight, self._reduction, self._engine = batch_size, weight, reduction, engine
+        self.randomness = randomness
         self._cluster_environment: Any = None
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
         start_method = start_method or ("fork" if is_interactive else "popen")

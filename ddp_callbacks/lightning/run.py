@@ -67,7 +67,7 @@ class Run:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = replacements
         self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
-        self._draws = WholeDraws(held.model)
+        self._draws = WholeDraws(held.model, by_rank=trainer.strategy.randomness == "by_process")
         self.random_state = RunRandomState()
         self.random_state.draws = self._draws
         self.random_state.synchronize()

@@ -51,6 +51,7 @@ from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
+from ddp_callbacks.randomness.option import Randomness
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 
@@ -75,6 +76,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         *,
         weight: Literal["cross_entropy"] | Weight | None = None,  # this first, or LightningCLI imports the word
         reduction: Reduction = "mean",
+        randomness: Randomness = "global",
         sync: Sync = "every_step",
         verify: Verify | None = "warn",
         skip_batch: SkipBatch | None = None,
@@ -100,6 +102,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             batch_size,
             weight,
             reduction,
+            randomness,
             EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
@@ -198,7 +201,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if self.world_size > 1 or self.resume is not None:
             _refuse_steps_that_draw(self.lightning_module)
         if self.world_size > 1:
-            settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
+            settings = {"batch_size": self._batch_size, "randomness": self.randomness, "skip_batch": self._skip_batch}
             _require_same_run(self._trainer, model, settings | {"on_divergence": self.on_divergence})
         held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
@@ -230,7 +233,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def teardown(self) -> None:
         """End a run: remove hooks, and restore Lightning's objects, the user's loaders and the module's layers."""
-        if self._run is not None or self.resume is not None:
+        if self._run is not None or self._divides_alone:
             give_loaders_back(self._trainer)
         self._close()
         self.end_resuming()
@@ -270,7 +273,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         name, needed = str(self._trainer.state.stage.dataloader_prefix), 1
         if not self._divides:
             return dataloader if self.resume is None else self.resume.take_undivided(name, dataloader)
-        if self.resume is None and self.world_size == 1:
+        if self.world_size == 1 and not self._divides_alone:
             return dataloader
         # If all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
@@ -278,7 +281,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
         needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
-        sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self.resume is not None)
+        sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self._divides_alone)
         if self.resume is not None:
             self.resume.take_loader(name, sharded)
         return sharded
@@ -302,6 +305,11 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return reduce(tensor, reduce_op, group)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _divides_alone(self) -> bool:
+        """Whether a single process, too, iterates over parts of loaders: to resume, or to seed each sample."""
+        return self.resume is not None or (self.world_size == 1 and self.randomness == "by_sample")
 
     def _is_alone(self) -> bool:
         """Whether this rank must communicate with no other: there is no process group, or this rank has failed.

@@ -3,6 +3,7 @@
 All ranks hold one random state. What a step draws for a batch, each rank draws for the whole batch and keeps the rows
 of its part, so the state stays the same on all ranks.
 
+- :mod:`.option`: what users choose.
 - :mod:`.draws`: the batches of a run; a model that draws nothing pays for one comparison per batch.
 - :mod:`.modes`: find the calls that draw (a torch function mode), and inside of these, the operators (a dispatch mode).
 - :mod:`.operators`: what each drawing operator needs to draw for the whole batch, from torch's schemas.

@@ -45,6 +45,7 @@ from ddp_callbacks.gradients.compression import Compress
 from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
+from ddp_callbacks.randomness.option import Randomness
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.torchbearer.data import Flatten, ShardData
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
@@ -83,6 +84,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         batch_size: See :class:`ShardData`.
         weight, reduction: The divisor of a mean loss, and mean or sum. The default is right for torch's criteria. See
             :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
+        randomness: See :class:`ShardData`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps and at the end of each training pass, so that
@@ -121,6 +123,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         *,
         weight: Weight | None = None,
         reduction: str | None = None,
+        randomness: Randomness = "global",
         sync: Sync = "every_step",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
@@ -150,7 +153,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)
         callbacks = [
             BroadcastParameters(group),
-            ShardData(batch_size, group),
+            ShardData(batch_size, randomness, group),
             SynchronizeBuffers(sync_batchnorm, group),
             synchronize,
             ReduceMetrics(weight, reduction, group),

@@ -29,6 +29,7 @@ from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
+from ddp_callbacks.randomness.option import Randomness, check_randomness
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, wrap_event
 from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
 
@@ -52,18 +53,28 @@ class ShardData(DistributedCallback):
         batch_size: ``"global"``: the loader's batch is the global batch, divided among the ranks. ``"per_process"``:
             each rank takes whole batches in turn, so a step has ``world_size`` batches. ``None``: the loaders are
             divided already, for example by a data set that splits itself; each rank keeps its own.
+        randomness: ``"global"``: a step draws dropout and noise for the global batch, as one process does, and on
+            several processes each sample of a map-style data set draws its augmentation under a seed of its own.
+            ``"by_sample"``: the same, and such seeds on one process, too, so that one and many draw the same.
+            ``"by_process"``: each process draws its own numbers in a step, which costs less time.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
-        ConfigurationError: ``batch_size`` is invalid, or it is ``None`` with :class:`Resume`. An output of ``predict``
-            cannot be pickled.
+        ConfigurationError: ``batch_size`` or ``randomness`` is invalid, or ``batch_size`` is ``None`` with
+            :class:`Resume`. An output of ``predict`` cannot be pickled.
     """
 
-    def __init__(self, batch_size: BatchSize | None = "global", process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        batch_size: BatchSize | None = "global",
+        randomness: Randomness = "global",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(process_group)
         if batch_size is not None:
             check_batch_size(batch_size)
-        self.batch_size = batch_size
+        check_randomness(randomness)
+        self.batch_size, self._randomness = batch_size, randomness
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
@@ -106,6 +117,11 @@ class ShardData(DistributedCallback):
         """Whether there are other processes, or may be: they may join."""
         return self.world_size > 1 or is_wanted()
 
+    @property
+    def _divides_alone(self) -> bool:
+        """Whether a single process, too, iterates over parts of loaders: to resume, or to seed each sample."""
+        return self._is_resumable or (self.world_size == 1 and self._randomness == "by_sample")
+
     @contextmanager
     def _synchronize(self, _: State) -> Iterator[None]:
         """Continue from rank 0's random state, if callbacks before have drawn on some ranks only. A collective."""
@@ -113,10 +129,10 @@ class ShardData(DistributedCallback):
         yield
 
     def on_start(self, state: State) -> None:
-        if self.world_size > 1 or self._is_resumable:
+        if self.world_size > 1 or self._divides_alone:
             self._divide_all(state)
         if self._draws is None:
-            self._draws = WholeDraws(state[torchbearer.MODEL])
+            self._draws = WholeDraws(state[torchbearer.MODEL], by_rank=self._randomness == "by_process")
         self.random_state.draws = self._draws
         self.random_state.synchronize()
         state[RUN_RANDOM_STATE] = self.random_state
@@ -264,7 +280,7 @@ class ShardData(DistributedCallback):
         if self.batch_size is None:
             return generator, steps
         if id(generator) not in self._sharded:
-            divide = resumable_loader if self._is_resumable and generator is not None else shard_loader
+            divide = resumable_loader if self._divides_alone and generator is not None else shard_loader
             sharded = divide(generator, self.batch_size, self.process_group, needed)
             self._sharded[id(generator)] = (generator, sharded)
         sharded = self._sharded[id(generator)][1]

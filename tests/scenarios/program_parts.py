@@ -24,7 +24,7 @@ class Part:
         kind: Of several parts of a kind a program has one.
         without: The kinds, or names of functions, that it does not go with.
         can_be_cut: Its state is in a checkpoint, by the rules of the documentation.
-        samples_draw: When they are loaded. One process does so as several do if it has a ``Resume``.
+        samples_draw: When they are loaded. One process does so as several do if it is told.
     """
 
     function: Callable[..., None]

@@ -302,7 +302,6 @@ STREAMS = (  # they have loaded their samples before
     "iterable iterable_without_length iterable_with_other_workers_after_a_cut validation_stream "
     "batches_that_are_made_already"
 )
-NO_FIT = "evaluated_before tested_and_predicted callback_counts_rows"  # there one process draws by no seeds
 
 
 class Augmented(TensorDataset):
@@ -315,7 +314,7 @@ class Augmented(TensorDataset):
         return self.function(x), y
 
 
-@part(each=AUGMENTATIONS, without=f"{STREAMS} {NO_FIT}", samples_draw=True)
+@part(each=AUGMENTATIONS, without=STREAMS, samples_draw=True)
 def augments(p: Build, kind: str) -> None:
     plain = p.data
 

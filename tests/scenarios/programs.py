@@ -142,7 +142,7 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
             each.add_to(build)
         return build.run()
 
-    resumes = way is not None and (program.cut is not None or way.size == 1)
+    resumes = way is not None and program.cut is not None
     if way is not None and program.seed % 2:
         way = dataclasses.replace(way, resume=(("every", 2),))
     try:
@@ -162,7 +162,8 @@ def execute_alone(program: Program, folder: Path) -> Outcome:
     if not path.exists():
         kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         with unittest.mock.patch.dict(os.environ, kept, clear=True):
-            way = Way(1) if any(each.samples_draw for each in program.all_parts) else None
+            samples_draw = any(each.samples_draw for each in program.all_parts)
+            way = Way(1, options=(("randomness", "by_sample"),)) if samples_draw else None
             truth = execute(program, way, f"{folder}/alone")
             if "lbfgs" in program.parts and not truth.error:
                 truth.error = _sensitivity(program, way, truth, folder)

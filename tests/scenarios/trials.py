@@ -81,7 +81,7 @@ class Extra:
             return [Moments(self, lambda: None)]
         ours = DDPCallback(**dict(self.way.options) | options)
         if not self.resumes:
-            return [ours]
+            return [ours, Moments(self, lambda: None)]
         resume = Resume(Path(self.folder, f"{self.trials}.pt"), **dict(self.way.resume))
         return [ours, resume, Moments(self, lambda: resume.preemption.request("the test"))]
 

@@ -42,6 +42,7 @@ from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws
+from ddp_callbacks.randomness.option import Randomness
 from ddp_callbacks.replicas.parameters import describe_checkpoint, require_same_checkpoint
 
 
@@ -61,6 +62,7 @@ class CallbackFabricMixin(ProcessesMixin):
         *,
         weight: Literal["cross_entropy"] | Weight | None = None,
         reduction: Reduction = "mean",
+        randomness: Randomness = "global",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -79,6 +81,7 @@ class CallbackFabricMixin(ProcessesMixin):
             batch_size,
             weight,
             reduction,
+            randomness,
             EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress),
             start_method,
             process_group_backend=process_group_backend,
@@ -193,14 +196,15 @@ class CallbackFabricMixin(ProcessesMixin):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader that yields this rank's part of ``dataloader``. A collective."""
-        divides, self._divides_next = self._divides_next and self.world_size > 1, False
+        divides = self._divides_next and (self.world_size > 1 or self.randomness == "by_sample")
+        self._divides_next = False
         if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self._seed_workers_alike(dataloader)
         return WatchedLoader(dataloader, divides, self)
 
     def divide(self, loader: Any, at_least: int) -> Any:
         """Return this rank's part of a loader, with at least so many samples of a batch, or none. A collective."""
-        return shard(loader, self._batch_size, name_of(loader), at_least)
+        return shard(loader, self._batch_size, name_of(loader), at_least, is_resumable=self.world_size == 1)
 
     def samples_needed(self, loader: Any) -> int:
         """Return the least number of samples in a part. It depends on the models, and whether they train. Local."""
@@ -212,7 +216,7 @@ class CallbackFabricMixin(ProcessesMixin):
 
     def draws(self) -> WholeDraws:
         """Return what gives the bodies of loops over a divided loader their random numbers. Local."""
-        return WholeDraws(self._models.whole())
+        return WholeDraws(self._models.whole(), by_rank=self.randomness == "by_process")
 
     @contextmanager
     def running_pass(self, draws: WholeDraws | None) -> Iterator[Pass]:
