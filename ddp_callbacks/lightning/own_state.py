@@ -20,6 +20,7 @@ any other            the rank's own, if there are no fewer ranks than before; ot
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import metrics_of
+from ddp_callbacks.lightning.packages import ROOTS
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
 
 def _has_gradients(trainer: Any) -> bool:
     """Whether an optimizer's next step may use gradients that the gradient engine does not save."""
-    if not trainer.lightning_module.automatic_optimization:
-        return True
+    averaging = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.callbacks").StochasticWeightAveraging
+    if not trainer.lightning_module.automatic_optimization or any(isinstance(c, averaging) for c in trainer.callbacks):
+        return True  # its last epoch, for BatchNorm, takes a step with the gradients of the one before
     return bool(trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer))

@@ -104,6 +104,7 @@ class Fit:
         else:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
+            self._exit.set(trainer, "num_sanity_val_steps", 0)  # a sanity check is a pass of the validation's loaders
             self._exit.replace(loop, "run", self._run)
 
     def end(self) -> None:
