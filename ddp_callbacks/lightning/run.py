@@ -222,6 +222,7 @@ class Run:
             follower.follow()
         with self.computing():
             output = step()
+        self._weigh_for_callbacks()
         if not self._is_automatic:
             return output
         meets = _logged.results_of(self._trainer).joins_steps
@@ -271,9 +272,12 @@ class Run:
             context = weighed_backward(self._synchronizer, loss, *self.batches.weight_and_total)
         with context, self._draws.backward():
             yield
+        self._weigh_for_callbacks()
+
+    def _weigh_for_callbacks(self) -> None:
+        """Weigh the backwards of callbacks that train: their losses are means over the samples."""
         if self._synchronizer is not None and self._trainer.strategy.trains_in_callbacks:
-            share = self.batches.share
-            self._synchronizer.weigh(share.local, share.total)  # the callbacks' own losses are means over the samples
+            self._synchronizer.weigh(self.batches.share.local, self.batches.share.total)
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
