@@ -87,7 +87,6 @@ def with_workers() -> Any:
 
 
 def test_samples_draw_apart_in_the_workers_and_the_ranks_one_number_in_a_step() -> None:
-    """Samples draw apart on each process."""
     (first, drawn), (second, of_second) = WORLD.returned(with_workers)
     assert sorted(first + second) == list(range(8))
     assert drawn[-2:] == of_second[-2:]  # of the two steps

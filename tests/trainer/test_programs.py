@@ -28,6 +28,13 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
         "trainer", 200797, ("callback_trains", "drops=recomputed")
     ),
     "samples that draw in each pass": Program("trainer", 200008, ("augments=numpy",)),
+    "samples of a validation after a cut between epochs": Program("trainer", 2501027408, ("augments=torch",), 0.475),
+    "gradients that averaging uses once more, after a cut": Program(
+        "trainer", 2501022467, ("no_validation", "batchnorm", "averages=swa"), 0.66
+    ),
+    "a callback that trains, in an epoch without a backward": Program(
+        "trainer", 91037, ("averages=swa", "batchnorm", "callback_trains")
+    ),
 }
 REFUSED = [name for name in FOUND if name.startswith("a draw that cannot be told")]
 
