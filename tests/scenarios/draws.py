@@ -43,7 +43,7 @@ def with_trainer(workers: int, **options: Any) -> Rows:
         made.fit(module, train, other)
         losses = {"loss": made.callback_metrics["val_loss"]}
         predicted = made.predict(module, other)
-    return {**module.state_dict(), **losses, "predicted": torch.cat([rows for rows in predicted or []])}
+    return {**module.state_dict(), **losses, "predicted": torch.cat(list(predicted or []))}
 
 
 def with_fabric(workers: int, **options: Any) -> Rows:

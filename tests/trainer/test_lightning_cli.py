@@ -59,6 +59,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "weight": ("test_lightning_cli.weigh", weigh),
     "weight=cross_entropy": ("cross_entropy", "cross_entropy"),
     "reduction": ("sum", "sum"),
+    "randomness": ("by_sample", "by_sample"),
     "verify": ("first_batch", "first_batch"),
     "skip_batch": ("any", "any"),
     "on_divergence": ("repair", "repair"),
@@ -94,7 +95,7 @@ def spoken(setting: str) -> list[str]:
 TOGETHER = [  # what goes together
     ["batch_size", "weight", "verify", "skip_batch", "bucket_cap_mb", "comm_hook", "comm_state", "timeout"],
     ["reduction", "on_divergence", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
-    ["weight=cross_entropy", "compress"],
+    ["weight=cross_entropy", "randomness", "compress"],
     ["sync=DiLoCo"],
 ]
 
