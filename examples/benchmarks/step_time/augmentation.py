@@ -1,6 +1,6 @@
 """Time what the seeds of samples cost in a loader: nothing else is loaded, so each sample takes as little as it can.
 
-    python examples/benchmarks/step_time/augmentation.py
+python examples/benchmarks/step_time/augmentation.py
 """
 
 from __future__ import annotations
