@@ -376,24 +376,23 @@ class Watch:
         return End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending)
 
     def _conclude(self) -> int:
-        """Report how the job ended, and if nothing has failed, where the time of the training went."""
-        course = write(self._report.data(), self._output.folder)
-        if trace := write_trace(self._report.traced(), self._output.folder):
-            self._output.note(trace)
+        """Report where the time of the training went, and how the job ended."""
+        for said in write_trace(self._report.traced(), self._output.folder), self._write_report():
+            self._note_if_any(said)
         if self._launch.has_enough:
-            self._note_if_any(course)
             return 0
         if self._is_preempted():
-            self._note_if_any(course)
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
         if self._launch.stopped_by and self._end_at is None and not self._has_failed():
             return self._conclude_stop()
         if all(rank.code == 0 for rank in self._ends_of_members()) and not self._lost:
-            self._note_if_any(course)
             self._note_if_any("".join(rank.if_done for rank in self._ends_of_members()))
         return self._conclude_failure()
+
+    def _write_report(self) -> str:
+        return write(self._report.data(), self._output.folder)
 
     def _note_if_any(self, text: str) -> None:
         if text:
@@ -452,7 +451,7 @@ class Watch:
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([rank]))  # it hung, as others say
         self._report.note(cause.text)
-        write(self._report.data(), self._output.folder)
+        self._write_report()
         self._output.note(cause.text)
         if not self._launch.has_begun:
             return _USAGE
