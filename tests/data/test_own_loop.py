@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.commands import run
+from kit.commands import run, start
 from kit.machine import Slowness
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import nn
@@ -360,6 +361,18 @@ def check_trace(events: list[dict[str, Any]]) -> None:
         assert ends - begins > 30_000 and begins < slow < ends
         (forward,) = [each for each in own[1] if each["name"] == "in forward"]
         assert forward["dur"] > 48_000 and begins < forward["ts"] + forward["dur"] <= slow
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_says_where_its_time_went_before_it_says_by_what(tmp_path: Path) -> None:
+    endless = "for epoch in range(1000):\n    print('epoch', epoch, flush=True)"  # each takes more than a second
+    (tmp_path / "train.py").write_text(LOOP.replace("for epoch in range(2):", endless))
+    with start(["ddprun", "--nproc-per-node", 2, "train.py"], tmp_path) as process:
+        assert process.stdout is not None and any("epoch 2" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        *_, course, stopped = process.communicate(timeout=60)[0].splitlines()
+    assert " of training: " in course and course.endswith("/report.html")
+    assert stopped == "ddprun: stopped by SIGINT"
 
 
 @pytest.mark.slow
