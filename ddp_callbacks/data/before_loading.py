@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
 from ddp_callbacks.data.global_state import (
     copied_generator,
     get_global_state,
+    is_same_state,
     set_generators,
     set_global_state,
     states_of_generators,
@@ -28,7 +29,7 @@ from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices, generators_of
 from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
 from ddp_callbacks.data.workers import spared_workers
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
 
 
 class Part(Source):
@@ -148,14 +149,21 @@ class Part(Source):
 
 
 def _collate_part(collate: Callable[[Any], Any], name: str, samples: Any) -> Any:
+    before = [] if collate is default_collate else get_global_state([collate])
     try:
-        return collate(samples)
+        batch = collate(samples)
     except Exception as error:
         error.add_note(
             f"collate_fn has got this process's {len(samples)} samples of a batch of {name}. If it leaves out samples, "
             "a part may lose all of them: leave them out in the data set or the sampler, or keep one."
         )
         raise
+    if before and not is_same_state(before, get_global_state([collate])):
+        warn(
+            f"the collate_fn for {name} draws random numbers: they depend on this process's part of the batch, so they "
+            "are not those of one process. Draw them in the data set's __getitem__, or in the step."
+        )
+    return batch
 
 
 def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tuple[Any, Any]:

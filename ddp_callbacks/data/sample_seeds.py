@@ -7,12 +7,13 @@ the data set and its transforms hold, or name in their code. The process's own r
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ddp_callbacks.data.global_state import (
     set_global_state,
     set_state_of,
 )
+from ddp_callbacks.errors import warn
 
 _OBJECTS = 100  # of a data set, in which to look for generators
 _ENTRIES = 100  # of a list or dict: of samples there are more
@@ -63,6 +65,8 @@ class SeededIndices(list[Any]):
         for place, index in enumerate(self[:]):
             self._seed(place, own)
             yield index
+            if not place and (worker := get_worker_info()):
+                _look_for_more(worker.dataset, own)
 
     def _seed(self, place: int, own: Sequence[Any]) -> None:
         _seed((*self._seeds, self._first + place), own)
@@ -96,6 +100,15 @@ def _of_worker() -> list[Any]:
     return [] if worker is None else generators_of(worker.dataset)
 
 
+def _look_for_more(dataset: object, known: Sequence[Any]) -> None:
+    """Warn if a data set has made a generator, which had no seed, while it loaded a sample."""
+    if len(generators_of(dataset)) > len(known):
+        warn(
+            "the data set makes a random generator while it loads a sample, whose random numbers then depend on the "
+            "number of processes and workers. Make the generator in __init__."
+        )
+
+
 def generators_of(dataset: object) -> list[Any]:
     """Return the generators that a data set holds or may use, or what it holds: what it wraps, its transforms."""
     kinds, found = generator_types(), dict[int, Any]()
@@ -120,12 +133,19 @@ def _used_by(owner: Any) -> Iterable[Any]:
     if isinstance(owner, MethodType):
         return (owner.__self__, owner.__func__)
     if isinstance(owner, FunctionType):
-        named = (owner.__globals__.get(name) for name in owner.__code__.co_names)
+        named = (owner.__globals__.get(name) for name in _names_in(owner.__code__))
         return (*map(_contents, owner.__closure__ or ()), *named)
     if isinstance(owner, type):
         return [getattr(value, "__func__", value) for value in vars(owner).values()]
     slots = [getattr(owner, name, None) for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
     return (*getattr(owner, "__dict__", {}).values(), *slots, *type(owner).__mro__)
+
+
+@cache
+def _names_in(code: CodeType) -> Sequence[str]:
+    """Return the names of globals, and attributes, in a function and in those inside of it, such as comprehensions."""
+    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return [*code.co_names, *itertools.chain.from_iterable(inside)]
 
 
 def _contents(cell: CellType) -> Any:
@@ -178,6 +198,8 @@ class Loading:
                 untouched = _numbers(own)
                 seed(place, own)
             yield index
+            if not place and not self._draws:
+                _look_for_more(self._dataset, own)
             has_drawn = self._draws or has_drawn or _numbers(own) != untouched
         self._draws = has_drawn or None
 

@@ -436,7 +436,8 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
         "targets that are known, class weights): give weight=, or correct it. A sum must not have terms of the "
         "parameters alone, unless divided by the number of processes, each of which adds them. What compares samples "
-        "with each other, as a contrastive loss does, needs the whole batch on each process."
+        "with each other, as a contrastive loss does, needs the whole batch on each process. Random numbers must be "
+        "drawn for all samples of the batch, in the order of its samples."
     )
 
 

@@ -27,6 +27,7 @@ ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatte
 
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
 _PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
+_ALL = "draw for all samples, then take those that you need"
 _TOGETHER = "the rows of a sample were taken to follow each other"
 
 
@@ -116,7 +117,7 @@ class BatchDims:
         if dim is None:
             return None
         if shape[dim] % rows.samples:
-            raise DrawByRankError(f"it draws {_text(shape)} for {rows.samples} samples")
+            raise DrawByRankError(f"it draws {_text(shape)} for {rows.samples} samples: {_ALL}")
         if shape[dim] > 1:
             seen.order = order
         if shape[dim] > rows.samples and seen.known is None:
@@ -195,7 +196,8 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
     elif len(grown) == 1 or shape == seen.shape:
         before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
         found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
-        seen.doubt = "" if before == seen.dim else f"{found} holds the batch, earlier batches drew for another"
+        wrong = f"{found} of what it draws holds the batch, but another was taken in earlier batches"
+        seen.doubt = "" if before == seen.dim else f"{wrong}; {_ALL}"
         seen.taken = -1
     else:
         seen.refusal = _UNEQUAL

@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,7 @@ from ddp_callbacks.randomness.generators import (
 )
 from ddp_callbacks.randomness.operators import Kind, argument_names, base_name, draws, kind_of, may_draw
 from ddp_callbacks.randomness.rows import Rows, memory_order
-from ddp_callbacks.randomness.whole import draw_whole, sampled_shape
+from ddp_callbacks.randomness.whole import draw_whole, is_of_one, sampled_shape
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CHECKPOINTING = checkpoint.__code__.co_filename
@@ -214,7 +215,7 @@ class DrawingOperators(TorchDispatchMode):
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += 1
-        tensor = arguments.get("self")
+        tensor = None if is_of_one(operator, arguments) else arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)
         blocks = self._blocks.get(shape[0]) if shape else None
@@ -227,9 +228,22 @@ class DrawingOperators(TorchDispatchMode):
         return draw_whole(operator, arguments, at, self.rows)
 
     def _name(self) -> str:
-        """Return the name of the layer that draws."""
+        """Return the name of the layer that draws; if that is the whole module, the line as well."""
         names = (name for name, layer in self._module.named_modules() if layer is self._layer)
-        return next(names, "") or type(self._module if self._layer is None else self._layer).__name__
+        kind = type(self._module if self._layer is None else self._layer)
+        is_of_torch = kind.__module__.partition(".")[0] == "torch"
+        return next(names, "") or kind.__name__ + ("" if is_of_torch else f" ({_line()})")
+
+
+def _line() -> str:
+    """Return the user's file and line that run."""
+    frames = (frame for frame in _frames() if not _is_of_package(frame.f_globals.get("__name__", "")))
+    frame = next(frames, sys._getframe())
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+
+
+def _is_of_package(module: str) -> bool:
+    return module.partition(".")[0] in (*_HOSTS, "torch", "contextlib")
 
 
 def _frames() -> Iterator[FrameType]:

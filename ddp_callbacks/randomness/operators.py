@@ -44,8 +44,6 @@ def kind_of(operator: OpOverload, arguments: Mapping[str, Any]) -> Kind:
     is_training = arguments.get("train", arguments.get("training"))
     if name in _NO_DRAW or "backward" in name or probability == 0 or is_training is False:
         return "nothing"
-    if name == "multinomial" and arguments["self"].dim() == 1:
-        return "other"
     if name == "randperm":
         return "permuted"
     return "filled" if name in _FILLED else "other"

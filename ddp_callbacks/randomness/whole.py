@@ -20,6 +20,8 @@ def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[
     """Return the shape for which the operator draws; ``None`` if it has none."""
     if "size" in arguments:
         return list(arguments["size"])
+    if is_of_one(operator, arguments):
+        return [arguments["num_samples"]]
     tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     if base_name(operator) == "normal" and len(tensors) > 1:  # of means and standard deviations
         return list(torch.broadcast_shapes(*(each.shape for each in tensors[:2])))
@@ -29,7 +31,13 @@ def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[
 def sampled_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[int] | None:
     """Return the part of :func:`drawn_shape` that may hold the batch: not the dimension of a distribution's entries."""
     shape = drawn_shape(operator, arguments)
-    return shape[:-1] if shape and base_name(operator) in _DISTRIBUTIONS else shape
+    has_entries = base_name(operator) in _DISTRIBUTIONS and not is_of_one(operator, arguments)
+    return shape[:-1] if shape and has_entries else shape
+
+
+def is_of_one(operator: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether the operator draws indices from a single distribution, as many as the program says."""
+    return base_name(operator) == "multinomial" and arguments["self"].dim() == 1
 
 
 def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim, rows: Rows) -> Any:
@@ -48,11 +56,14 @@ def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim,
     assert shape is not None
     target = written(operator)
     is_overwritten = target == "self" or base_name(operator).endswith("_like")
+    is_one = is_of_one(operator, arguments)
     whole: dict[str, Any] = {}
     for name, value in arguments.items():
         if name == "size":
             whole[name] = at.whole(shape, rows)
-        elif isinstance(value, torch.Tensor):
+        elif name == "num_samples" and is_one:
+            (whole[name],) = at.whole(shape, rows)
+        elif isinstance(value, torch.Tensor) and not is_one:
             is_empty = name == target or (name == "self" and is_overwritten)
             whole[name] = _whole_of(value, shape, at, rows, is_empty)
         else:

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_worlds import World, by_rank
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from ddp_callbacks import resumable_loader, shard_loader
 from ddp_callbacks.data.global_state import digest_of, get_global_state, is_same_state, seed_cpu, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, SharedRandomState, broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndices, generators_of
@@ -171,6 +172,8 @@ HOLDERS: dict[str, Any] = {
     "closure": closure(np.random.RandomState()),
     "global of a function": by_name,
     "global of a function without a module": eval("lambda x: x + own.random()", {"own": random.Random()}),
+    "global of a comprehension": lambda x: [x + MADE_HERE.random() for _ in range(2)],
+    "global of a function inside": lambda x: (lambda: x + MADE_HERE.random())(),
     "attribute of a class": OfItsClass(),
     "of a data set within": Subset(OfItsClass(), range(3)),
 }
@@ -182,6 +185,36 @@ def test_a_generator_is_found_wherever_a_data_set_or_its_transform_has_it(holder
     dataset.transform = HOLDERS[holder]
     assert len(generators_of(dataset)) == 1
     assert generators_of(TensorDataset()) == []
+
+
+class Lazily(Dataset[float]):
+    own: np.random.Generator | None = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        if self.own is None:
+            self.own = np.random.default_rng(5)
+        return index + self.own.random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_is_made_with_the_first_sample_is_named(workers: int) -> None:
+    with pytest.raises(UserWarning, match="the data set makes a random generator while it loads a sample"):
+        [*resumable_loader(DataLoader(Lazily(), 2, num_workers=workers))]  # warnings are errors, also in a worker
+
+
+def mask(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) * torch.rand(len(samples))
+
+
+@WORLD
+def test_a_collate_fn_that_draws_is_named() -> None:
+    numbers: Any = torch.zeros(4)
+    with pytest.warns(UserWarning, match="the collate_fn for Tensor draws random numbers: .* or in the step"):
+        [*shard_loader(DataLoader(numbers, 2, collate_fn=mask))]
+    [*shard_loader(DataLoader(numbers, 2, collate_fn=torch.stack))]
 
 
 def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:

@@ -73,6 +73,13 @@ def sizes(x: torch.Tensor) -> torch.Tensor:
     return out + rows[:, None, None] + x.new_empty(n, 1, 1).exponential_() + x.new_empty(n, 1, 1).cauchy_()
 
 
+def of_one_distribution(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1.0, 21, dtype=x.dtype)
+    found = [torch.multinomial(weights, len(x), replacement=True), torch.multinomial(weights, len(x))]
+    found += [torch.multinomial(weights[:4], len(x), True), torch.multinomial(weights, 5).sum()]
+    return x + sum(found)[:, None, None]  # type: ignore[index]
+
+
 def layouts(x: torch.Tensor) -> torch.Tensor:
     images = x.reshape(len(x), LENGTH, 2, 4).contiguous(memory_format=torch.channels_last)
     images = F.dropout2d(images) + F.dropout(images) + torch.randn_like(images)
@@ -109,6 +116,7 @@ STEPS: dict[str, Step] = {
     "views": into_a_view,
     "probabilities": probabilities,
     "sizes": sizes,
+    "of one distribution": of_one_distribution,
 }
 
 
@@ -282,7 +290,7 @@ def test_batches_of_different_sizes_tell_that_a_draw_is_not_for_the_batch() -> N
     found = drawn(draws, constant, 5, 9)
     torch.manual_seed(5)
     assert torch.equal(found, constant(found))
-    with pytest.warns(UserWarning, match="no dimension holds the batch, earlier batches drew for another"):
+    with pytest.warns(UserWarning, match="no dimension of what it draws holds the batch, but another was taken"):
         draws.warn()
 
 

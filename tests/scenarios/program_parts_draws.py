@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 UNEQUAL = "combined"  # loaders of different sizes draw by rank
-DOUBT = "was taken to hold the batch|holds the batch, earlier batches drew for another"  # if sizes are equal
+DOUBT = "was taken to hold the batch|holds the batch, but another was taken"  # if sizes are equal
 OTHER_AMOUNT = "has drawn another amount than rank 0"
 OF_OTHER_ROWS = "depends on rows of other processes"
 
