@@ -121,6 +121,7 @@ class Batches:
         share: This rank's share of the current batch.
         rows: The rows of the whole batch that this rank computes; ``None`` if unknown, or if the batches of several
             loaders have different ones.
+        have_other_rows: Whether those of several loaders ever had.
         weight: The weight of this rank's loss of the current batch; 0 for a padding batch.
         total: The sum of the ranks' weights; ``None`` if unknown here. Training knows it if ``sums_weights``.
     """
@@ -129,6 +130,7 @@ class Batches:
         self._weight_of, self._reduction, self._sums_weights = weight, reduction, sums_weights
         self.share = Share(0, None)
         self.rows: Rows | None = None
+        self.have_other_rows = False
         self.weight = 0.0
         self.total: float | None = None
 
@@ -162,6 +164,7 @@ class Batches:
             share = Share(1 if size is None else size, None)
         self.share, self.total = share, None
         self.rows = share.rows if all(each.rows == share.rows for each in shares) else None
+        self.have_other_rows = self.have_other_rows or self.rows is not share.rows
         self.weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
         if self._weight_of is None and share.total is not None:
             self.total = float(share.total)

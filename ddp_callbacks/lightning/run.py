@@ -394,6 +394,8 @@ class Run:
             (offered,), *_ = results.join(ends=True, carried=[random_state.offer()])
             random_state.accept(offered)
         results.end_pass()
+        if self.batches.have_other_rows:
+            self._draws.note_other_rows()
         if self._trainer.training or self._trainer.state.fn != "fit":
             self._draws.warn()
 

@@ -47,6 +47,8 @@ _PADDED = (
     "rank {} has drawn another amount than rank 0 in a pass: {} draws for a size that changes from batch to batch, as "
     "if collate_fn pads each part to its own longest sample; pad all to one length"
 )
+_OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
+_OTHER_ROWS = "loaders whose batches have different sizes are joined in a step, where each process draws its own"
 _LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
 
 
@@ -79,7 +81,7 @@ class WholeDraws:
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[tuple[str, bool], Way] = {}  # by stage, and whether there are gradients
-        self._was_by_rank = False  # in any batch
+        self._was_by_rank = self._has_drawn_apart = False  # in any batch
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self.refused: dict[str, str] = {}
@@ -125,6 +127,22 @@ class WholeDraws:
                 yield
         finally:
             operators.is_aside = is_aside
+
+    def note_outside(self, before: list[torch.Tensor]) -> None:
+        """Note whether a loop's body has drawn outside of :meth:`batch`, where it does not continue what batches draw.
+
+        Args:
+            before: The states of the default generators when the body began.
+        """
+        after = states_of(default_generators())
+        continues = any(are_equal(after, states) for states in (before, self._states or []))
+        if "whole" in self._ways.values() and not continues:
+            self._by_program.add(_OUTSIDE)
+
+    def note_other_rows(self) -> None:
+        """Note that this rank had other rows of each loader in batches, so that they were unknown here."""
+        if self._has_drawn_apart and self._always is None:
+            self._by_program.add(_OTHER_ROWS)
 
     @contextmanager
     def comparing(self, rows: Rows, module: nn.Module) -> Iterator[None]:
@@ -208,8 +226,15 @@ class WholeDraws:
         way = self._always or self._ways.get(kind, "whole")
         if rows is None or way == "by_rank":
             self._was_by_rank = True
-            return drawing_by_rank(default_generators(), self._rank)
+            return self._apart()
         return self._watched(kind) if way == "none" else self._whole(rows, kind)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        before = states_of(default_generators())
+        with drawing_by_rank(default_generators(), self._rank):
+            yield
+        self._has_drawn_apart = self._has_drawn_apart or not are_equal(before, states_of(default_generators()))
 
     @contextmanager
     def _whole(self, rows: Rows, kind: tuple[str, bool]) -> Iterator[None]:

@@ -118,6 +118,21 @@ def test_the_dropout_of_a_loop_is_that_of_one_process() -> None:
 
 
 @WORLD
+def test_what_the_body_of_a_loop_draws_beside_its_batches_is_named() -> None:
+    def run(draws_inside: bool, draws_outside: bool) -> None:
+        draws = WholeDraws(nn.Identity())
+        for (x, *_), share in with_shares(shard_loader(DataLoader(samples(), BATCH_SIZE)), draws):
+            with draws.batch(share.rows):
+                nn.functional.dropout(x) if draws_inside else x
+            torch.rand(2) if draws_outside else None
+
+    run(True, False)
+    run(False, True)
+    with pytest.warns(UserWarning, match=r"code of the loop draws outside of `with draws\.batch\(share\.rows\)`"):
+        run(True, True)
+
+
+@WORLD
 def test_a_rank_leaves_out_the_backward_of_a_batch_and_another_that_of_a_later_one() -> None:
     for weighs_all in (True, False):
         model, optimizer = network()

@@ -93,6 +93,18 @@ def test_samples_draw_apart_in_the_workers_and_the_ranks_one_number_in_a_step() 
     assert len({*drawn, *of_second}) == len(drawn) + len(of_second) - 2
 
 
+class TwoLoaders(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch["a"]) + self(torch.nn.functional.dropout(batch["b"][0])).square().mean()
+
+
+@WORLD.on(TWO)
+def test_dropout_in_steps_on_batches_of_different_sizes_is_named() -> None:
+    fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(16, 4)}, max_epochs=1)
+    with pytest.warns(UserWarning, match="loaders whose batches have different sizes are joined in a step"):
+        fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(32, 8)}, max_epochs=1)
+
+
 @WORLD.on(TWO)
 def test_loaders_are_left_alone_where_the_user_says_so() -> None:
     """`use_distributed_sampler=False` keeps loaders undivided."""
