@@ -1,22 +1,23 @@
-"""Save and load the plain attributes of a module, or of another object, that a run changes, such as a count."""
+"""Save and load the plain attributes and generators of a module, or of another object, that a run changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.checksums import checksum_of
-from ddp_callbacks.data.attributes import decode, memory_of_model, plain_attributes
+from ddp_callbacks.data.attributes import GeneratorState, decode, is_generator, memory_of_model, plain_attributes
+from ddp_callbacks.data.global_state import generator_types, set_state_of
 from ddp_callbacks.errors import warn
 
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
 def attributes_of(module: Any) -> dict[str, Any]:
-    """Return the plain attributes of layers whose class the user has written, by names like ``"encoder.outputs"``.
+    """Return the plain attributes and generators of layers of the user's classes, by names like ``"encoder.outputs"``.
 
     An object that is no module counts as one layer.
     """
@@ -25,9 +26,14 @@ def attributes_of(module: Any) -> dict[str, Any]:
     for prefix, part in _parts_of(module).items():
         if not _is_foreign(type(part)) and hasattr(part, "__dict__"):
             inherited = _inherited(part, module)
-            own = {name: value for name, value in plain_attributes(part, known).items() if name not in inherited}
+            own = {name: value for name, value in _own(part, known).items() if name not in inherited}
             found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
     return found
+
+
+def _own(part: Any, known: Collection[int]) -> dict[str, Any]:
+    generators = {name: value for name, value in vars(part).items() if isinstance(value, generator_types())}
+    return plain_attributes(part, known) | generators
 
 
 def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
@@ -55,7 +61,9 @@ def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
     parts = _parts_of(module)
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        if owner in parts:
+        if isinstance(value, GeneratorState):
+            set_state_of(getattr(parts[owner], attribute), value.state)
+        elif owner in parts:
             setattr(parts[owner], attribute, value)
 
 
@@ -63,7 +71,7 @@ def _is_common(name: str, states: LocalStates) -> bool:
     """Whether an attribute means the same on any number of ranks, such as a count of steps."""
     values = [each.get(name) for each in states.of_ranks]
     if len(values) == 1:
-        return isinstance(values[0], bool | int | str | None)
+        return isinstance(values[0], bool | int | str | None) or is_generator(values[0])
     return len(set(map(checksum_of, values))) == 1
 
 

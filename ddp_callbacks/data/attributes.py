@@ -1,7 +1,8 @@
 """Save the plain attributes of a user's objects that a run changes.
 
-Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these. The file has
-only those that changed since the run began: a script may give the others new values before it resumes.
+Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these; generators can
+be encoded as well. The file has only those that changed since the run began: a script may give the others new values
+before it resumes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ import numbers
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.global_state import generator_types, get_state_of
 from ddp_callbacks.data.nested import is_array
 
 Checksums = dict[str, int]  # of the attributes, by name
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _TENSOR, _ARRAY, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: an array", "ddp_callbacks: a deque"
+_GENERATOR = "ddp_callbacks: a generator"
+
+
+@dataclass
+class GeneratorState:
+    """In place of an attribute that is a generator: the state that it gets."""
+
+    state: Any
 
 
 def plain_attributes(owner: object, known: Collection[int] = (), largest: int = sys.maxsize - 1) -> dict[str, Any]:
@@ -59,6 +70,10 @@ def encode(value: Any) -> Any:
         return copy if copy.is_cpu else {_TENSOR: copy}
     if is_array(value):
         return {_ARRAY: torch.tensor(value)}
+    if isinstance(value, GeneratorState):
+        return {_GENERATOR: value.state}
+    if isinstance(value, generator_types()):
+        return {_GENERATOR: get_state_of(value)}
     if isinstance(value, dict):
         return {key: encode(entry) for key, entry in value.items()}
     if isinstance(value, deque):
@@ -75,12 +90,19 @@ def decode(value: Any, device: torch.device | str) -> Any:
             return value[_TENSOR].to(device)
         if _ARRAY in value:
             return value[_ARRAY].numpy()
+        if is_generator(value):
+            return GeneratorState(value[_GENERATOR])
         if _DEQUE in value:
             return deque((decode(entry, device) for entry in value[_DEQUE]), value["maxlen"])
         return {key: decode(entry, device) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(decode(entry, device) for entry in value)
     return value
+
+
+def is_generator(encoded: Any) -> bool:
+    """Whether this is an encoded generator."""
+    return isinstance(encoded, dict) and _GENERATOR in encoded
 
 
 def _leaves(value: Any) -> Iterator[Any]:

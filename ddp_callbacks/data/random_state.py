@@ -128,7 +128,10 @@ def without_draws(what: str) -> Iterator[None]:
     before = get_global_state()
     yield
     if not is_same_state(before, get_global_state()):
-        raise ConfigurationError(f"{what} draws random numbers, so batches of the same samples differ.")
+        raise ConfigurationError(
+            f"{what} draws random numbers, so batches of the same samples differ. Draw them in the data set's "
+            "__getitem__, or in the step, or leave this comparison out (verify=None)."
+        )
 
 
 class RunRandomState:

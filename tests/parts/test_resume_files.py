@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -58,6 +59,19 @@ def test_only_plain_attributes_that_have_changed_are_saved() -> None:
     module.steps.clear()
     load(module, [saved], 1)
     assert module.steps == steps and module.steps[2].maxlen == 2
+
+
+@pytest.mark.parametrize("saved_on", [1, 2])
+def test_a_generator_of_a_module_draws_on_after_a_cut_on_another_number_of_processes(saved_on: int) -> None:
+    module, torchs, pythons = Collecting(), torch.Generator(), random.Random(1)
+    module.torchs, module.pythons = torchs, pythons
+    before = checksums_of(attributes_of(module))
+    torch.rand(3, generator=torchs), pythons.random()
+    saved, expected = changed(attributes_of(module), before), (torch.rand(1, generator=torchs), pythons.random())
+    torch.rand(5, generator=torchs), pythons.random()
+    load(module, [saved] * saved_on, 3)
+    assert (torch.rand(1, generator=torchs), pythons.random()) == expected
+    assert (module.torchs, module.pythons) == (torchs, pythons)
 
 
 def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
