@@ -111,6 +111,7 @@ class RunState:
         return {
             "batch": state.get(torchbearer.BATCH),
             "metrics": attributes.encode(dict(state.get(torchbearer.METRICS, {}))),
+            "losses": attributes.encode({str(key): value for key, value in state.items() if _is_number(value)}),
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
@@ -214,6 +215,8 @@ class RunState:
                 advance_bar(callback, own["batches"])
             state[torchbearer.METRICS] = attributes.decode(own["metrics"], device)
             state[torchbearer.BATCH] = own["batch"]
+            for name, value in attributes.decode(own["losses"], device).items():
+                state.setdefault(_key_of(name), value)  # metrics read those of a closure when no batch is left, too
         for name, callback in self._ours.items():
             if name in own["ours"]:
                 callback.load_local_state(states.of("ours").of(name), state)
@@ -242,6 +245,17 @@ class RunState:
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return held_by(self._trial.state).parameters()
+
+
+def _key_of(name: str) -> Any:
+    """Return a key equal to the user's; a new ``StateKey`` would get another name."""
+    key = copy.copy(torchbearer.LOSS)
+    key.key = key.name = name
+    return key
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _named(callbacks: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
 from torchbearer.callbacks import CSVLogger, Tqdm
 from torchbearer.metrics import Metric
-from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, train, trial
-from ways import Way
+from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, run, train, trial
+from ways import Way, new_folder
 
 from ddp_callbacks import LocalSGD, get_rank
 from ddp_callbacks.checkpoints import CheckpointFile
@@ -505,3 +505,13 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_trial_takes_one_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="a Trial takes one callback Resume, got 2"):
         make(tmp_path, Resume(tmp_path / "other.pt")).run(1)
+
+
+def test_losses_that_a_closure_has_set_are_there_if_no_batch_follows_a_cut() -> None:
+    name = "a_closure_with_losses_under_keys_of_its_own"
+    whole, moments = run(name, None)
+    for cut in range(1, moments):
+        folder = new_folder([])
+        with pytest.raises(Preempted):
+            run(name, Way(1, resumed_on=1), folder, cut)
+        assert_equal(run(name, Way(1, resumed_on=1), folder)[0], whole, 0.0, f"cut at {cut}")
