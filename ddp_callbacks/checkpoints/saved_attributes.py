@@ -61,10 +61,14 @@ def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
     parts = _parts_of(module)
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        if isinstance(value, GeneratorState):
-            set_state_of(getattr(parts[owner], attribute), value.state)
-        elif owner in parts:
+        if owner not in parts:
+            continue
+        if not isinstance(value, GeneratorState):
             setattr(parts[owner], attribute, value)
+        elif isinstance(found := getattr(parts[owner], attribute, None), generator_types()):
+            set_state_of(found, value.state)
+        else:
+            warn(f"{type(module).__name__}.{name}: this generator begins anew. Make it in __init__, to keep its state.")
 
 
 def _is_common(name: str, states: LocalStates) -> bool:

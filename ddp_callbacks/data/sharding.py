@@ -231,7 +231,7 @@ class _WithShares:
             if number == 0 and self._draws is not None and get_world_size() > 1:
                 self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
             share = batches.take_share() if isinstance(batches, ShardedIterator) else None
-            before = states_of(default_generators())
+            before = [] if self._draws is None else states_of(default_generators())
             yield batch, share or _share_of_own(batch)
             if self._draws is not None:
                 self._draws.note_outside(before)

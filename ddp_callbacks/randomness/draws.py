@@ -48,7 +48,7 @@ _PADDED = (
     "if collate_fn pads each part to its own longest sample; pad all to one length"
 )
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
-_OTHER_ROWS = "loaders whose batches have different sizes are joined in a step, where each process draws its own"
+_OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
 _LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
 
 

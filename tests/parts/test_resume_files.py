@@ -74,6 +74,12 @@ def test_a_generator_of_a_module_draws_on_after_a_cut_on_another_number_of_proce
     assert (module.torchs, module.pythons) == (torchs, pythons)
 
 
+def test_a_generator_that_is_not_there_when_a_run_resumes_is_named() -> None:
+    saved = changed_by({"own": torch.Generator()})
+    with pytest.warns(UserWarning, match=r"Collecting\.own: this generator begins anew\. Make it in __init__"):
+        load(Collecting(), [saved], 1)
+
+
 def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
     """A warning names attributes that another number can't have."""
     one = changed_by({"outputs": [torch.ones(2)], "seen": 3})

@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from trainers import Net, joined, loader, outcome, quiet
 from trainers import trainer as make_trainer
 from trainers_apart import run
-from ways import RELATIVE, Way, alone, new_folder, on_ranks
+from ways import RELATIVE, Way, alone, cut_at_every_moment, new_folder, on_ranks
 
 import ddp_callbacks.torchbearer
 from ddp_callbacks.auto import AUTO
@@ -40,13 +40,7 @@ pytestmark = pytest.mark.usefixtures("seed_variables")
 @pytest.mark.wide
 def test_a_fit_goes_on_from_every_moment() -> None:
     """A fit may stop at any moment."""
-    name = "dropout_and_attributes"
-    whole, moments = run(name, None)
-    for cut in range(1, moments):
-        folder = new_folder([])
-        with pytest.raises(Preempted):
-            run(name, Way(1, resumed_on=1), folder, cut)
-        assert_equal(run(name, Way(1, resumed_on=1), folder)[0], whole, 0.0, f"cut at {cut}")
+    cut_at_every_moment(run, "dropout_and_attributes")
 
 
 def fit_on_all(path: str) -> None:

@@ -24,7 +24,7 @@ from torchbearer import Callback, Trial
 from torchbearer.callbacks import CSVLogger, Tqdm
 from torchbearer.metrics import Metric
 from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, run, train, trial
-from ways import Way, new_folder
+from ways import Way, cut_at_every_moment
 
 from ddp_callbacks import LocalSGD, get_rank
 from ddp_callbacks.checkpoints import CheckpointFile
@@ -508,10 +508,4 @@ def test_a_trial_takes_one_resume(tmp_path: Path) -> None:
 
 
 def test_losses_that_a_closure_has_set_are_there_if_no_batch_follows_a_cut() -> None:
-    name = "a_closure_with_losses_under_keys_of_its_own"
-    whole, moments = run(name, None)
-    for cut in range(1, moments):
-        folder = new_folder([])
-        with pytest.raises(Preempted):
-            run(name, Way(1, resumed_on=1), folder, cut)
-        assert_equal(run(name, Way(1, resumed_on=1), folder)[0], whole, 0.0, f"cut at {cut}")
+    cut_at_every_moment(run, "a_closure_with_losses_under_keys_of_its_own")

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import traceback
 import unittest.mock
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,6 +170,16 @@ def new_folder(names: Sequence[str]) -> str:
     for name in names:
         Path(folder, name).mkdir()
     return folder
+
+
+def cut_at_every_moment(run: Callable[..., tuple[Any, int]], name: str) -> None:
+    """Each run that resumes on one process ends as one that is not cut, to the last bit."""
+    whole, moments = run(name, None)
+    for cut in range(1, moments):
+        folder = new_folder([])
+        with pytest.raises(Preempted):
+            run(name, Way(1, resumed_on=1), folder, cut)
+        assert_equal(run(name, Way(1, resumed_on=1), folder)[0], whole, 0.0, f"cut at {cut}")
 
 
 @once

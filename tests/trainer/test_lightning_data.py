@@ -101,7 +101,7 @@ class TwoLoaders(Net):
 @WORLD.on(TWO)
 def test_dropout_in_steps_on_batches_of_different_sizes_is_named() -> None:
     fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(16, 4)}, max_epochs=1)
-    with pytest.warns(UserWarning, match="loaders whose batches have different sizes are joined in a step"):
+    with pytest.warns(UserWarning, match="a step joins loaders whose batches have different sizes"):
         fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(32, 8)}, max_epochs=1)
 
 
