@@ -68,7 +68,7 @@ def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
         elif isinstance(found := getattr(parts[owner], attribute, None), generator_types()):
             set_state_of(found, value.state)
         else:
-            warn(f"{type(module).__name__}.{name}: this generator starts again. Make it in __init__, to keep its state.")
+            warn(f"{type(module).__name__}.{name}: the generator starts again. Make it in __init__, to keep its state.")
 
 
 def _is_common(name: str, states: LocalStates) -> bool:

@@ -76,7 +76,7 @@ def test_a_generator_of_a_module_draws_on_after_a_cut_on_another_number_of_proce
 
 def test_a_generator_that_is_not_there_when_a_run_resumes_is_named() -> None:
     saved = changed_by({"own": torch.Generator()})
-    with pytest.warns(UserWarning, match=r"Collecting\.own: this generator starts again\. Make it in __init__"):
+    with pytest.warns(UserWarning, match=r"Collecting\.own: the generator starts again\. Make it in __init__"):
         load(Collecting(), [saved], 1)
 
 
