@@ -377,8 +377,9 @@ class Watch:
 
     def _conclude(self) -> int:
         """Report where the time of the training went, and how the job ended."""
-        for said in write_trace(self._report.traced(), self._output.folder), self._write_report():
-            self._note_if_any(said)
+        if self._job.trace:
+            self._output.note(write_trace(self._report.traced(), self._output.folder))
+        self._note_if_any(self._write_report())
         if self._launch.has_enough:
             return 0
         if self._is_preempted():

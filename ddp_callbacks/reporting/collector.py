@@ -123,5 +123,5 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "silent": round(now - rank.heard, 2),
         "line": re.split(r"[\r\n]", text)[-1].strip(),
-        **{name: rank.said[name] for name in ("epoch", "gradients", "memory", "about")},
+        **{name: rank.said[name] for name in ("epoch", "gradients", "exchanging", "memory", "about")},
     }

@@ -30,6 +30,7 @@ FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
 what follows it until the next batch, such as checkpoints."""
 
 _OFTEN, _RARELY, _FIRST = 1.0, 5.0, 60.0  # seconds between two messages at first, and later; how long "at first" is
+_AT_LEAST = 20  # steps whose shortest wait counts as what the sums take in any case
 _MOST = 4096  # bytes that a pipe takes whole or not at all
 _PACKAGES = ("torch", "lightning", "pytorch_lightning", "torchbearer", "ddp_callbacks")
 
@@ -55,6 +56,7 @@ class Recorder:
         self._passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
         self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
+        self._waits = _Waits()
         self._about: dict[str, Any] = {}
         steps = int(os.environ.get(TRACE) or 0)
         self._tracer = Tracer(steps) if steps else None
@@ -97,6 +99,7 @@ class Recorder:
         if self._has_batch is not False:
             self._steps += 1
             self._has_batch = self._has_batch and False
+            self._waits.end_step(self._seconds[WAITING], self._sums)
             self._trace_step()
 
     def _trace_step(self) -> None:
@@ -138,6 +141,7 @@ class Recorder:
             "epoch": self._epoch,
             "validation": self._validations,
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
+            "exchanging": round(self._waits.exchanging(), 4),
             "memory": _memory(),
             "process": self._pid,
         }
@@ -148,6 +152,31 @@ class Recorder:
         if len(line) <= _MOST:
             with suppress(OSError):  # nobody reads
                 os.write(self._file, line)
+
+
+class _Waits:
+    """Tells which share of its waits a rank waits in any case, also where the ranks wait for each other by turns.
+
+    A rank that comes last waits for nobody. So of each 20 steps, the shortest wait counts for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._waits: list[float] = []
+        self._waited, self._sums = 0.0, 0  # when the last step ended
+        self._least = self._all = 0.0
+
+    def end_step(self, waited: float, sums: int) -> None:
+        """Note the seconds of all waits until now, and the number of synchronizations."""
+        if sums > self._sums:
+            self._waits.append(waited - self._waited)
+        self._waited, self._sums = waited, sums
+        if len(self._waits) == _AT_LEAST:
+            self._least, self._all = self._least + _AT_LEAST * min(self._waits), self._all + sum(self._waits)
+            self._waits = []
+
+    def exchanging(self) -> float:
+        """Return the share; 1 until it is known."""
+        return self._least / self._all if self._all else 1.0
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """What follows from the time of the ranks: shares, the rank that sets the pace, one line, and what to try next.
 
 A rank waits for the sums, which take some time in any case, and for the ranks that are slower. The one that waits least
-waits for nobody: as long as it waits, all exchange. What others wait longer, they wait for slower ranks.
+tells how long the sums take: each rank does, by the steps in which it came last, and the least of them counts. What a
+rank waits longer, it waits for slower ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SMALL = 0.005  # seconds of a short step
 def parts_of(data: Data) -> list[dict[str, float]]:
     """Return the seconds of each rank by the names of :data:`SHOWN`, in the order of the ranks."""
     ranks = data["ranks"]
-    least = min((each["seconds"][WAITING] / max(each["steps"], 1) for each in ranks), default=0.0)
+    least = min((each["seconds"][WAITING] * each["exchanging"] / max(each["steps"], 1) for each in ranks), default=0.0)
     return [_shown(each["seconds"], least * max(each["steps"], 1), len(ranks) == 1) for each in ranks]
 
 
@@ -52,7 +53,7 @@ def pace_of(data: Data) -> int | None:
     """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
     parts = parts_of(data)
     waits = [own[SLOWER] for own in parts]
-    if not waits or max(waits) < _PACE * max(sum(own.values()) for own in parts):
+    if not waits or max(waits) - min(waits) < _PACE * max(sum(own.values()) for own in parts):
         return None
     return waits.index(min(waits))
 
@@ -136,6 +137,11 @@ def _of_ranks(data: Data) -> Iterator[str]:
         yield (
             f"The others wait for {name_of(data, pace)}, most of all while it is {part}: look for other work on its "
             "machine, let --bind core give each process cores of its own, or start fewer processes there."
+        )
+    elif (share := shares_of(data)[SLOWER]) > _MUCH:
+        yield (
+            f"The ranks wait for each other by turns for {percent(share)} of their time: their batches take unequal "
+            "times, or they share cores. Put samples of similar length into one batch, or try --bind core."
         )
 
 

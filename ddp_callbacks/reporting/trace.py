@@ -72,11 +72,12 @@ Traced = Mapping[int, tuple[str, list[Span]]]
 
 def write(traced: Traced, folder: Path) -> str:
     """Write the trace into ``folder``, if there is one; return a line about it. A full disk must not end the job."""
-    if not any(spans for _, spans in traced.values()):
-        return ""
+    steps = len({span.step for _, spans in traced.values() for span in spans})
+    if not steps:
+        return f"no trace: it begins with step {SKIPPED + 1}, and no process took so many steps"
     with suppress(OSError):
         (folder / FILE).write_text(json.dumps({"traceEvents": list(_events(traced)), "displayTimeUnit": "ms"}))
-    return f"the trace, for ui.perfetto.dev: {folder / FILE}"
+    return f"the trace of {steps} step{'s' * (steps > 1)}, for ui.perfetto.dev: {folder / FILE}"
 
 
 def _events(traced: Traced) -> Iterator[dict[str, Any]]:

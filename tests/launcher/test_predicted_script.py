@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,13 @@ def test_a_script_that_ends_too_soon_is_named(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "ddprun: train.py took 8 steps, and 20 are the least to measure. Let it train for longer" in output
+
+
+@pytest.mark.parametrize("during", ["ranks 0-1", "rank 0"])
+def test_ctrl_c_ends_either_of_the_runs_and_nothing_is_predicted(during: str, tmp_path: Path) -> None:
+    with start(predict(tmp_path, 1_000_000), tmp_path) as process:
+        assert process.stdout is not None and any(f" {during}, 1 thread each" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == -signal.SIGINT and said[-1] == "ddprun: stopped by SIGINT"
+    assert not any(line.startswith("Measured") for line in said)

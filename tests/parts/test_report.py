@@ -47,6 +47,7 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str
                 "line": "epoch 1",
                 "epoch": 2,
                 "gradients": [23_000_000, steps, 23.0],
+                "exchanging": 1.0,
                 "memory": [512],
                 "about": about,
             }
@@ -145,6 +146,7 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 def said(process: int, steps: int, **more: int) -> bytes:
     seconds = [steps * 0.01] * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
+    known["exchanging"] = 1.0
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
@@ -295,6 +297,32 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
 
 
+def test_ranks_that_are_late_by_turns_wait_for_each_other(clock: list[float], tmp_path: Path) -> None:
+    collector = Collector(["train.py"])
+    for rank in range(2):
+        (tmp_path / "out").write_bytes(b"")
+        made = Recorder(str(tmp_path / "out"))
+        for step in range(41):
+            made.mark("between steps")
+            clock[0] += 1.0 + 2.0 * (step % 2 == rank)
+            made.mark("in forward")
+            made.launch()
+            clock[0] += 0.5 + 2.0 * (step % 2 != rank)
+            made.mark("waiting")
+            made.step()
+        made._send()
+        for line in (tmp_path / "out").read_bytes().splitlines():
+            collector.hear("a", rank, "r", line + b"\n")
+    data = collector.data()
+    assert summary.one_line(data) == (
+        "2 processes, 2.4 min of training: 57 % computing, 14 % exchanging gradients, 29 % waiting for slower "
+        "processes; at most 1.1 times as fast as one"
+    )
+    assert [text[:70] for text in summary.advice(data)] == [
+        "The ranks wait for each other by turns for 29 % of their time: their b"
+    ]
+
+
 def test_a_process_alone_counts_what_an_undivided_loader_takes(
     clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +357,7 @@ def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
 
     traced = {0: ("a", [*spans(0, 20_000)]), 1: ("b", [*spans(500_000_000, 50_000)])}
     said = write(traced, tmp_path)
-    assert said == f"the trace, for ui.perfetto.dev: {tmp_path}/trace.json"
+    assert said == f"the trace of 4 steps, for ui.perfetto.dev: {tmp_path}/trace.json"
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     begins = {
         (event["pid"], event["name"], event["args"]["step"]): event["ts"] for event in events if event["ph"] in "Xb"
@@ -338,4 +366,5 @@ def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
         assert begins[0, "in backward", step] == begins[1, "in backward", step] == (step - 4) * 100_000
         assert begins[1, "bucket 0", step] - begins[0, "bucket 0", step] == 30_000
     assert {event["args"].get("name") for event in events if event["ph"] == "M"} >= {"rank 0 on a", "rank 1 on b"}
-    assert write({0: ("a", [])}, tmp_path / "none") == ""
+    none = "no trace: it begins with step 4, and no process took so many steps"
+    assert write({0: ("a", [])}, tmp_path / "none") == none
