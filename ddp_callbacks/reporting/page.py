@@ -28,7 +28,7 @@ _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
     "Between steps: the optimizer, callbacks, logging. Validating: with waits for others, and what follows until the "
-    "next batch, such as checkpoints. All exchange for as long as the process waits that waits least; what others wait "
+    "next batch, such as checkpoints. The exchange takes as long as the process waits that comes last; what others wait "
     "longer, they wait for slower ones."
 )
 _MARKS = "Grey: an epoch begins. Green: a validation begins. Orange: see below."
@@ -117,15 +117,17 @@ def _piece(name: str, seconds: float, longest: float) -> str:
 def _chart(data: Mapping[str, Any]) -> Iterator[str]:
     samples = data["ranks"][0]["samples"]
     rates = [
-        ((before + now) / 2, (steps - done) / (now - before))
+        (before, now, (steps - done) / (now - before))
         for (before, done), (now, steps) in pairwise(samples)
         if now > before and steps >= done
     ]
     if not rates:
         yield "<p class=faint>The job was too short to show its course.</p>"
         return
-    begin, end, most = samples[0][0], samples[-1][0], max(rate for _, rate in rates) or 1.0
-    points = " ".join(f"{_across(when, begin, end)},{200 - 190 * rate / most:.1f}" for when, rate in rates)
+    begin, end, most = samples[0][0], samples[-1][0], max(rate for *_, rate in rates) or 1.0
+    points = " ".join(
+        f"{_across(when, begin, end)},{200 - 190 * rate / most:.1f}" for *both, rate in rates for when in both
+    )
     yield f"<p class=faint>of {name_of(data, 0)}, at most {most:.3g}. {_MARKS}</p>"
     marks = "".join(_mark(_across(when, begin, end), kind) for when, kind, _ in _thinned(data["events"]))
     style = "fill='none' stroke='var(--line)' stroke-width='2' vector-effect='non-scaling-stroke'"

@@ -137,6 +137,12 @@ def test_the_page_has_a_bar_for_each_rank_and_nothing_from_elsewhere() -> None:
     assert not Page(alone).bars and "computing" not in alone
 
 
+def test_the_course_of_a_short_job_with_two_messages_is_a_line() -> None:
+    data = job({}, {})
+    data["ranks"][0]["samples"] = [(5.0, 0), (6.0, 100)]
+    assert "<polyline points='0.0,10.0 1000.0,10.0'" in page.render(data)
+
+
 def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
     assert page.write(job({}, {}, steps=0), tmp_path) == "" and not list(tmp_path.iterdir())
     assert page.write(job({}, {}), tmp_path).endswith(f"; {tmp_path}/report.html")
