@@ -28,8 +28,8 @@ _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
     "Between steps: the optimizer, callbacks, logging. Validating: with waits for others, and what follows until the "
-    "next batch, such as checkpoints. The exchange takes as long as the process waits that comes last; what others wait "
-    "longer, they wait for slower ones."
+    "next batch, such as checkpoints. The exchange takes as long as the process waits that comes last; what others "
+    "wait longer, they wait for slower ones."
 )
 _MARKS = "Grey: an epoch begins. Green: a validation begins. Orange: see below."
 _STYLE = """
