@@ -27,6 +27,7 @@ PRIVATE = (
     "torchmetrics:Metric._sync_dist(self, dist_sync_fn)",
     "torchmetrics:Metric._wrap_compute(self, compute)",
     "torchmetrics:Metric.sync uses _copy_state_dict, _sync_dist",
+    "torchmetrics.wrappers:Running.update uses _num_vals_seen, window, base_metric",
 )
 
 
@@ -102,22 +103,35 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Return two functions: one says whether the metric was updated since this call, the other undoes the updates.
 
     Entries of lists are not copied, as metrics only append to lists. Undoing also clears the cached result of
-    ``compute``: other ranks have updated the metric, and compute it together with this one.
+    ``compute``: other ranks have updated the metric, and compute it together with this one. In the window of a
+    ``Running`` the undone batch stays one of the last, without a value, as other ranks have samples of it.
     """
     states = {
         name: state.detach().clone() if isinstance(state, torch.Tensor) else [*state]
         for name, state in metric.metric_state.items()
     }
-    count, value = metric._update_count, metric._forward_cache
+    count, value, seen = metric._update_count, metric._forward_cache, _batches_seen(metric)
     flags = {name: vars(metric)[name] for name in _OF_FORWARD if name in vars(metric)}  # if it raises
 
     def forget() -> None:
         for name, state in states.items():
             setattr(metric, name, [*state] if isinstance(state, list) else state)
+        for number in range(seen, _batches_seen(metric)):
+            for name, default in default_states(metric.base_metric).items():
+                setattr(metric, f"{name}_{number % metric.window}", default)
         metric._update_count, metric._computed, metric._forward_cache = count, None, value
         vars(metric).update(flags)
 
-    return lambda: bool(metric._update_count != count), forget
+    return lambda: (metric._update_count, _batches_seen(metric)) != (count, seen), forget
+
+
+def counts_batches(metric: Metric) -> bool:
+    """Whether the value is that of the last batches, so that each rank must count those without a sample, too."""
+    return type(metric).__name__ == "Running"
+
+
+def _batches_seen(metric: Any) -> int:
+    return int(metric._num_vals_seen) if counts_batches(metric) else 0
 
 
 def plain_states(metric: Metric) -> dict[str, Any]:

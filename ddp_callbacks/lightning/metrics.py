@@ -16,7 +16,14 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.lightning._torchmetrics import SYNC, is_in_forward, merge_states, remember, states_to_send
+from ddp_callbacks.lightning._torchmetrics import (
+    SYNC,
+    counts_batches,
+    is_in_forward,
+    merge_states,
+    remember,
+    states_to_send,
+)
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.replicas.parameters import Trace, remember_statistics
 
@@ -43,6 +50,11 @@ class SyncedMetrics:
     def meet_in_forward(self) -> bool:
         """Whether ``forward`` of some metric is a collective, as the user has chosen by ``dist_sync_on_step=True``."""
         return bool(self._always)
+
+    @property
+    def count_batches(self) -> bool:
+        """Whether some metric is that of the last batches, also of those of which this rank has no sample."""
+        return any(map(counts_batches, self._metrics))
 
     def watch_steps(self, wanted: Callable[[Metric], bool]) -> None:
         """Begin a batch: keep the states from which ``forward`` computes its value, for the ``wanted`` metrics."""

@@ -16,14 +16,22 @@ from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.randomness import WholeDraws
+from ddp_callbacks.randomness.draws import PREDICTED
 
 
 class Predictions:
-    """Divides the batches of a Trainer's prediction loop among the ranks, until the replacements are undone."""
+    """Divides the batches of a Trainer's prediction loop among the ranks, until the replacements are undone.
 
-    def __init__(self, trainer: Any, replacements: Replacements) -> None:
+    Args:
+        trainer: The Trainer.
+        replacements: What the run replaces.
+        draws: Draws in the batches.
+    """
+
+    def __init__(self, trainer: Any, replacements: Replacements, draws: WholeDraws) -> None:
         require(trainer.strategy.package, _parts.PRIVATE_OF_PREDICTIONS)
-        self._loop = trainer.predict_loop
+        self._loop, self._draws = trainer.predict_loop, draws
         replacements.replace(self._loop, "run", self._run)
         replacements.replace(self._loop, "reset", self._reset)
         replacements.replace(self._loop, _parts.PREDICT_STEP, self._step)
@@ -32,6 +40,8 @@ class Predictions:
     def _run(self, run: Callable[[], Any]) -> Any:
         """Return the predictions of all ranks. A collective."""
         predictions = run()
+        self._draws.note_apart(PREDICTED)
+        self._draws.warn()
         if predictions is None:
             return None
         if self._loop.num_dataloaders == 1:

@@ -31,6 +31,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
 from ddp_callbacks.randomness import Rows, WholeDraws
+from ddp_callbacks.randomness.draws import OTHER_ROWS
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.replicas.step_times import Part
@@ -99,7 +100,7 @@ class Run:
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
         if trainer.predicting:
-            Predictions(trainer, self._exit)
+            Predictions(trainer, self._exit, self._draws)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
@@ -190,7 +191,7 @@ class Run:
         # In these steps the ranks may meet, so that this one has to compute them.
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
         self._draws.has_skipped |= not meets
-        if not meets and not _logged.results_of(self._trainer).is_first:
+        if not (meets or _logged.results_of(self._trainer).is_first or self.metrics.count_batches):
             self._undo = skip_batch(self._trainer)
             return batch
         undo, forget = contextlib.ExitStack(), remember_padding(self._model, self.metrics)
@@ -394,8 +395,7 @@ class Run:
             (offered,), *_ = results.join(ends=True, carried=[random_state.offer()])
             random_state.accept(offered)
         results.end_pass()
-        if self.batches.have_other_rows:
-            self._draws.note_other_rows()
+        self._draws.note_apart(OTHER_ROWS if self.batches.have_other_rows else "")
         if self._trainer.training or self._trainer.state.fn != "fit":
             self._draws.warn()
 

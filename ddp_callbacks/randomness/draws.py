@@ -48,7 +48,8 @@ _PADDED = (
     "if collate_fn pads each part to its own longest sample; pad all to one length"
 )
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
-_OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
+OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
+PREDICTED = "a prediction draws: each process computes whole batches, and draws its own numbers"
 _LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
 
 
@@ -81,7 +82,8 @@ class WholeDraws:
         self._calls = DrawingCalls(self._operators)
         self._always: Way | None = "by_rank" if by_rank else None
         self._ways: dict[tuple[str, bool], Way] = {}  # by stage, and whether there are gradients
-        self._was_by_rank = self._has_drawn_apart = False  # in any batch
+        self._was_by_rank = False  # in any batch
+        self._has_drawn_apart = False  # since note_apart
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self.refused: dict[str, str] = {}
@@ -139,10 +141,11 @@ class WholeDraws:
         if "whole" in self._ways.values() and not continues:
             self._by_program.add(_OUTSIDE)
 
-    def note_other_rows(self) -> None:
-        """Note that this rank had other rows of each loader in batches, so that they were unknown here."""
-        if self._has_drawn_apart and self._always is None:
-            self._by_program.add(_OTHER_ROWS)
+    def note_apart(self, why: str) -> None:
+        """Note why the rows of batches were unknown here, if one of them has drawn; nothing if ``why`` is empty."""
+        if why and self._has_drawn_apart and self._always is None:
+            self._by_program.add(why)
+        self._has_drawn_apart = False
 
     @contextmanager
     def comparing(self, rows: Rows, module: nn.Module) -> Iterator[None]:

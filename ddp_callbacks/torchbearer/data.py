@@ -29,6 +29,7 @@ from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
+from ddp_callbacks.randomness.draws import PREDICTED
 from ddp_callbacks.randomness.option import Randomness, check_randomness
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, wrap_event
 from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
@@ -179,9 +180,10 @@ class ShardData(DistributedCallback):
             yield
 
     def _drawing_whole(self, state: State, stage: str = "step") -> AbstractContextManager[None]:
-        """Inside, draw for the whole batch."""
+        """Inside, draw for the whole batch; where the ranks compute whole batches in turn, apart."""
         assert self._draws is not None
-        share = state.data.get(SHARE)
+        is_dealt = aggregator_of(state) is not None and isinstance(state.data.get(torchbearer.ITERATOR), ShardedIterator)
+        share = None if is_dealt else state.data.get(SHARE)
         return self._draws.batch(None if share is None else share.rows, stage)
 
     @contextmanager
@@ -210,9 +212,10 @@ class ShardData(DistributedCallback):
         yield
 
     @contextmanager
-    def _end_epoch(self, _: State) -> Iterator[None]:
+    def _end_epoch(self, state: State) -> Iterator[None]:
         yield
         if self._draws is not None:
+            self._draws.note_apart(PREDICTED if aggregator_of(state) is not None else "")
             self._draws.warn()
 
     def on_start_validation(self, state: State) -> None:

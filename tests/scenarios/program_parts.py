@@ -277,12 +277,6 @@ def workers(p: Build, count: str) -> None:
     )
 
 
-@part(kind="train", without="ends_epochs_early limits")  # which leave the pass: the next may have other workers
-def iterable_with_other_workers_after_a_cut(p: Build) -> None:
-    p.train = DataLoader(Sized(p.data(20)), 3, num_workers=1 + p.goes_on)
-    p.allowed.append("num_workers|worker|does not yield the batches")
-
-
 @part(kind="validation")
 def validation_of_single_samples(p: Build) -> None:
     p.validation = DataLoader(p.data(p.rng.randint(3, 5), 9), 1)

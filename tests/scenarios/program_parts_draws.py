@@ -299,8 +299,7 @@ AUGMENTATIONS: dict[str, Change] = {
 
 
 STREAMS = (  # they have loaded their samples before
-    "iterable iterable_without_length iterable_with_other_workers_after_a_cut validation_stream "
-    "batches_that_are_made_already"
+    "iterable iterable_without_length validation_stream batches_that_are_made_already"
 )
 
 

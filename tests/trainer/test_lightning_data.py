@@ -105,6 +105,21 @@ def test_dropout_in_steps_on_batches_of_different_sizes_is_named() -> None:
         fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(32, 8)}, max_epochs=1)
 
 
+class Guesses(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.dropout(self(batch[0]))
+
+
+@WORLD.on(TWO)
+def test_a_prediction_with_dropout_is_named() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Some random numbers")
+        trainer(OURS).predict(Net(), loader(16, 4))
+        trainer(CallbackStrategy(randomness="by_process")).predict(Guesses(), loader(16, 4))
+    with pytest.warns(UserWarning, match="a prediction draws: each process computes whole batches"):
+        trainer(OURS).predict(Guesses(), loader(16, 4))
+
+
 @WORLD.on(TWO)
 def test_loaders_are_left_alone_where_the_user_says_so() -> None:
     """`use_distributed_sampler=False` keeps loaders undivided."""

@@ -35,6 +35,9 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a callback that trains, in an epoch without a backward": Program(
         "trainer", 91037, ("averages=swa", "batchnorm", "callback_trains")
     ),
+    "a metric of the last batches, of which a rank has no sample": Program(
+        "trainer", 300088, ("metric=running", "several_validations")
+    ),
 }
 REFUSED = [name for name in FOUND if name.startswith("a draw that cannot be told")]
 

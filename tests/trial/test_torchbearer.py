@@ -187,6 +187,21 @@ def draw() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(numpy.random.rand())
 
 
+class Guesses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x))
+
+
+@WORLD
+def test_a_prediction_with_dropout_is_named() -> None:
+    for model, expected in ((nn.Linear(FEATURES, CLASSES), []), (Guesses(FEATURES, CLASSES), ["a prediction draws"])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trial([DDPCallback()], model=model).with_test_generator(DataLoader(data(20), 5)).predict()
+        found = [str(each.message).partition("one process. ")[2] for each in caught]
+        assert [text.partition(":")[0] for text in found if text] == expected
+
+
 @WORLD.runs(TWO)
 def random_states() -> Any:
     seed_all(7)
