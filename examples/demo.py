@@ -18,7 +18,8 @@ COMMANDS = {
 NEXT = f"""
 Next, with {PROGRAMS} first in your PATH:
   ddprun --nproc-per-node 4 examples/digits_lightning/train.py     # four processes
-  ddprun --keep-going --nproc-per-node 2 examples/digits_lightning/train.py --epochs 99    # kill one meanwhile
+  ddprun --keep-going --nproc-per-node 2 examples/digits_lightning/train.py --epochs 99 --patience 99
+  pkill -9 -n -f train.py      # meanwhile, in another terminal: it kills the newest process
   ddprun doctor -H localhost,ANOTHER                               # can another machine take part?
 """
 

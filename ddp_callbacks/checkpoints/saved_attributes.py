@@ -13,6 +13,8 @@ from ddp_callbacks.data.attributes import GeneratorState, decode, is_generator, 
 from ddp_callbacks.data.global_state import generator_types, set_state_of
 from ddp_callbacks.errors import warn
 
+_LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."
+_KEPT = "each process has now what the only process of the run that was cut had, which is wrong for a sum over samples."
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
@@ -39,20 +41,22 @@ def _own(part: Any, known: Collection[int]) -> dict[str, Any]:
 def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
     """Restore the attributes that had changed. Local.
 
-    On another number of ranks, attributes that differed between the ranks are left out, and rank 0 warns of them.
+    On another number of ranks, attributes that differed between the ranks are left out; those of a single rank are
+    kept, and may be sums over samples. Rank 0 warns of both.
 
     Args:
         states: The result of :func:`ddp_callbacks.data.attributes.changed` on each rank.
         device: For tensors that were not on the CPU.
     """
-    lost = [name for name in states.mine if not states.is_same_world and not _is_common(name, states)]
+    doubtful = [name for name in states.mine if not states.is_same_world and not _is_common(name, states)]
+    lost = doubtful if len(states.of_ranks) > 1 else []
     set_attributes(module, {name: decode(value, device) for name, value in states.mine.items() if name not in lost})
-    if lost and states.rank == 0:
-        names = ", ".join(f"{type(module).__name__}.{name}" for name in lost)
+    if doubtful and states.rank == 0:
+        names = ", ".join(f"{type(module).__name__}.{name}" for name in doubtful)
         warn(
-            f"{names}: each of the {len(states.of_ranks)} processes of the run that was cut had its own. On another "
-            "number of processes they are reset. Keep what is summed over the batches of an epoch in self.log or in a "
-            "metric.",
+            f"{names}: "
+            + (_LOST.format(len(states.of_ranks)) if lost else _KEPT)
+            + " Keep what is summed over the batches of an epoch in self.log or in a metric."
         )
 
 

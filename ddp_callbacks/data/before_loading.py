@@ -79,7 +79,7 @@ class Part(Source):
 
     def _draw(self, begun: Pass, order: Order, indices: list[list[Any]]) -> Iterator[Any]:
         self._check_data()
-        is_dealt = self.divider.division == "dealt" and self.loader.batch_sampler is not None
+        is_dealt = self.divider.deals and self.loader.batch_sampler is not None
         for number, step in enumerate(begun.draw(iter(order)), begun.used + 1):
             if is_dealt:
                 indices.append(list(step.part))
@@ -88,7 +88,7 @@ class Part(Source):
     def _seeded(self, step: Step, number: int, seed: int) -> Any:
         """Return the indices of a step, with what the seeds of its samples are made from."""
         divider, rows = self.divider, step.share.rows
-        if divider.division == "dealt":  # the number of the batch
+        if divider.deals:  # the number of the batch
             number = (number - 1) * divider.world_size + divider.rank + 1
         seeds = (seed, number, divider.rank) if divider.division == "own" else (seed, number)
         if self.has_batches:

@@ -125,7 +125,7 @@ class Pass:
         self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
         self.first: list[Any] | None = None
         self.is_begun = self.is_over = False
-        self._here = None if source.divider.division == "dealt" else found()
+        self._here = None if source.divider.deals else found()
 
     def draw(self, drawn: Iterator[Any]) -> Iterator[Step]:
         """Yield this rank's steps, and queue their shares."""

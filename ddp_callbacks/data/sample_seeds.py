@@ -65,7 +65,7 @@ class SeededIndices(list[Any]):
         for place, index in enumerate(self[:]):
             self._seed(place, own)
             yield index
-            if not place and (worker := get_worker_info()):
+            if not place and (worker := get_worker_info()) and worker.id == 0:  # one tells it for all
                 _look_for_more(worker.dataset, own)
 
     def _seed(self, place: int, own: Sequence[Any]) -> None:

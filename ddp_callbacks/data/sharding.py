@@ -58,7 +58,7 @@ class ShardedLoader:
     Args:
         loader: The user's loader; it is not changed.
         division: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`; or ``"own"``: its sampler
-            gives each rank its part; or ``"dealt"``, see ``deal_out``.
+            gives each rank its part; or ``"dealt"`` or ``"unpadded"``, see ``deal_out``.
         group: ``None`` is the default group.
         at_least: See :func:`ddp_callbacks.shard_loader`.
 
@@ -122,7 +122,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         length, divider = len(self.loader), self._source.divider
-        if self.limit is None and divider.division == "dealt":
+        if self.limit is None and divider.deals:
             return length
         length = length if self.limit is None else min(length, self.limit)
         return -(-length // divider.per_step)
@@ -184,7 +184,15 @@ def deal_out(loader: Any) -> Any:
 
     Before :attr:`ShardedLoader.limit` is set, the length is that of the user's loader.
     """
-    return _part_of(loader, "dealt", None, 1)
+    return _part_of(loader, "unpadded", None, 1)
+
+
+def deal_next_pass(part: ShardedLoader, group: dist.ProcessGroup | None) -> ShardedLoader:
+    """Return what deals out the next pass over the loader of ``part``, with padding; samples draw as in ``part``."""
+    dealt: ShardedLoader = _part_of(part.loader, "dealt", group, 1)
+    dealt._source.passes = part._source.passes
+    part._source.passes += 1
+    return dealt
 
 
 def _part_of(loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> Any:

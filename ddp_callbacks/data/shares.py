@@ -5,7 +5,8 @@ division      what a rank gets
 ============  =====================================================================================================
 global        its slice of each batch
 per_process   whole batches in turn
-dealt         the same, without padding at the end: for predictions
+dealt         the same, for predictions: each batch draws as on one process
+unpadded      the same as dealt, without padding at the end
 own           each batch: its ``DistributedSampler`` yields only this rank's batches
 ============  =====================================================================================================
 """
@@ -23,7 +24,7 @@ from ddp_callbacks.randomness.rows import Rows
 
 BatchSize = Literal["global", "per_process"]
 BATCH_SIZES = ("global", "per_process")
-Division = Literal["global", "per_process", "dealt", "own"]
+Division = Literal["global", "per_process", "dealt", "unpadded", "own"]
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,12 @@ class Divider:
     @property
     def per_step(self) -> int:
         """The number of batches per step."""
-        return self.world_size if self.division in ("per_process", "dealt") else 1
+        return self.world_size if self.deals or self.division == "per_process" else 1
+
+    @property
+    def deals(self) -> bool:
+        """Whether batches are dealt out for a prediction."""
+        return self.division in ("dealt", "unpadded")
 
     def share_of(self, size: int) -> Share:
         """Return this rank's share of a batch of ``size`` samples, if batches are divided."""
@@ -193,13 +199,13 @@ class Divider:
                 yield Step(step, part, _share_of_slice(start, end, total))
             elif self.rank < len(step):
                 yield Step(step, step[self.rank], self._share_of(sizes))
-            elif self.division == "per_process":
-                yield Step(step, step[0], Share(0, total, Rows(0, sizes[0], total)))
+            elif self.division != "unpadded":
+                yield Step(step, step[0], Share(0, total, None if self.deals else Rows(0, sizes[0], total)))
 
     def _share_of(self, sizes: list[int]) -> Share:
         """Return the share of this rank's whole batch, of a step with batches of these sizes."""
         local, total = sizes[self.rank], sum(sizes)
-        if self.division == "dealt":  # on one process, the batches before have drawn, too
+        if self.deals:  # on one process, the batches before have drawn, too
             return Share(local, local, Rows(0, local, local) if self.world_size == 1 else None)
         return Share(local, total, Rows(sum(sizes[: self.rank]), local, total))
 

@@ -380,7 +380,8 @@ def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup |
         raise MismatchError(
             f"the data set is not the same on every process: in the first batch, rank {others[0]} has loaded other "
             "samples than rank 0. Seed each process alike before the samples are drawn, split or shuffled "
-            "(torch.manual_seed(0)), or read them from a file."
+            "(torch.manual_seed(0)), or read them from a file. Or does it keep samples that have drawn (a cache)? Then "
+            "let it draw each time."
         )
 
 

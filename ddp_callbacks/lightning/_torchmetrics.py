@@ -99,7 +99,7 @@ def value_of(metric: Metric, states: Sequence[dict[str, Any]]) -> Any:
     return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
+def remember(metric: Any) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Return two functions: one says whether the metric was updated since this call, the other undoes the updates.
 
     Entries of lists are not copied, as metrics only append to lists. Undoing also clears the cached result of

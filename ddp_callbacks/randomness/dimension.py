@@ -28,6 +28,7 @@ ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatte
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
 _PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
 _ALL = "draw for all samples, then take those that you need"
+_FIRST = "let the batch be the first dimension"
 _TOGETHER = "the rows of a sample were taken to follow each other"
 
 
@@ -197,7 +198,7 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
         before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
         found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
         wrong = f"{found} of what it draws holds the batch, but another was taken in earlier batches"
-        seen.doubt = "" if before == seen.dim else f"{wrong}; {_ALL}"
+        seen.doubt = "" if before == seen.dim else f"{wrong}: {_FIRST}"
         seen.taken = -1
     else:
         seen.refusal = _UNEQUAL
@@ -220,7 +221,8 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     guess = None if is_multiple and seen.is_sized else fitting[0]
     if is_multiple or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
         taken = "no dimension" if guess is None else f"dimension {guess}"
-        seen.doubt, seen.taken = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch", guess
+        seen.doubt = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch; if wrong, {_FIRST}"
+        seen.taken = guess
     return guess
 
 

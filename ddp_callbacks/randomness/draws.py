@@ -39,6 +39,10 @@ _RECOMPUTES = (
     "torch.utils.checkpoint computes forward, and draws its random numbers, again in backward. Call backward inside of "
     "the same context as forward."
 )
+_OTHERWISE = (
+    "when or how often it draws depends on the samples of a process: draw for all samples in each batch, then take "
+    "those that you need"
+)
 _PARTED = (
     "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, or "
     "depending on values"
@@ -191,22 +195,22 @@ class WholeDraws:
     def report(self) -> list[Any]:
         """Return what :meth:`compare` needs to know of this rank. Local.
 
-        That is: whether it has left out a batch, why layers drew by rank, and about which dimension of a layer's draws
-        holds the batch: doubts, and what is certain.
+        That is: whether it has left out a batch, why layers drew by rank, about which dimension of a layer's draws
+        holds the batch: doubts, and what is certain; and in which batches each layer has drawn.
         """
         has_skipped, self.has_skipped = self.has_skipped, False
         dims = self._operators.dims
-        return [has_skipped, self._operators.refusals, dims.doubts(), dims.told()]
+        return [has_skipped, self._operators.refusals, dims.doubts(), dims.told(), self._operators.take_batches()]
 
     def compare(self, digests: Sequence[Sequence[int]], reports: Sequence[Sequence[Any]]) -> None:
-        """Note ranks that have drawn another amount than rank 0, and what is wrong on any rank. Local.
+        """Note ranks that have drawn otherwise than rank 0, and what is wrong on any rank. Local.
 
         Args:
             digests: For each rank, checksums of the random states of torch and of others, at one moment.
-            reports: The :meth:`report` of each rank. One that has left out a batch may have drawn another amount.
+            reports: The :meth:`report` of each rank. One that has left out a batch may have drawn otherwise.
         """
-        told = {layer: dim for *_, known in reports for layer, dim in known.items()}
-        for rank, (_, refusals, doubts, _) in enumerate(reports):
+        told = {layer: dim for *_, known, _ in reports for layer, dim in known.items()}
+        for rank, (_, refusals, doubts, *_) in enumerate(reports):
             open_doubts = {
                 layer: doubt for layer, (doubt, dim) in doubts.items() if dim == -1 or told.get(layer, -1) != dim
             }
@@ -215,12 +219,21 @@ class WholeDraws:
         self._is_compared = True
         if self._was_by_rank or self._operators.refusals:
             return
+        if self._have_drawn_otherwise([batches for has_skipped, *_, batches in reports if not has_skipped]):
+            return
         padded = self._operators.dims.varying()
         for place, of in enumerate(("", " by random or NumPy")):
             differ = [rank for rank, digest in enumerate(digests) if digest[place] != digests[0][place]]
             apart = ", ".join(str(rank) for rank in differ if not reports[rank][0])
             if apart:
                 self._by_program.add(_PADDED.format(apart, padded) if padded and not of else _PARTED.format(apart, of))
+
+    def _have_drawn_otherwise(self, batches_of: Sequence[Mapping[str, int]]) -> bool:
+        """Whether ranks have drawn in other batches than the first of them; note the layers."""
+        layers = dict.fromkeys(layer for batches in batches_of for layer in batches)
+        found = [layer for layer in layers if len({batches.get(layer) for batches in batches_of}) > 1]
+        self._of_ranks |= dict.fromkeys(found, _OTHERWISE) | self._of_ranks
+        return bool(found)
 
     def _batch(self, rows: Rows | None, stage: str) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -110,6 +111,8 @@ class DrawingOperators(TorchDispatchMode):
         self._layer: Any = None
         self._known: int | None = None  # the dimension of the batch in what the function draws that was called
         self._counts: dict[Hashable, int] = {}
+        self._batch = 0  # the number of the batch in this pass
+        self._batches_of: dict[Hashable, tuple[str, int]] = {}  # by place: its layer, a checksum of batches
         self._blocks: dict[int, int] = {}  # by number of rows, see blocks_of
         self._is_again = False  # whether a backward runs in this mode
         self._around: set[FrameType] = set()  # the frames in which the batch began
@@ -117,6 +120,7 @@ class DrawingOperators(TorchDispatchMode):
     def begin(self, rows: Rows) -> None:
         """Draw for a batch of which this rank has these rows."""
         self.rows, self.draws, self._around = rows, 0, set(_frames())
+        self._batch += 1
         self._counts.clear()
         self._blocks.clear()
 
@@ -215,6 +219,7 @@ class DrawingOperators(TorchDispatchMode):
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += 1
+        self._note(base_name(operator))
         tensor = None if is_of_one(operator, arguments) else arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)
@@ -226,6 +231,20 @@ class DrawingOperators(TorchDispatchMode):
             name = base_name(operator)
             raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(_NAMES.get(name, name)))
         return draw_whole(operator, arguments, at, self.rows)
+
+    def _note(self, operator: str) -> None:
+        """Note that an operator draws in this batch."""
+        place = self._place, operator
+        layer, batches = self._batches_of.get(place) or (self._name(), zlib.crc32(operator.encode()))
+        self._batches_of[place] = layer, zlib.crc32(b"%d," % self._batch, batches)
+
+    def take_batches(self) -> dict[str, int]:
+        """Return, for each layer, a checksum of what has drawn in which batches of this pass; begin the next one."""
+        found: dict[str, int] = {}
+        for layer, batches in sorted(self._batches_of.values()):
+            found[layer] = zlib.crc32(b"%d," % batches, found.get(layer, 0))
+        self._batch, self._batches_of = 0, {}
+        return found
 
     def _name(self) -> str:
         """Return the name of the layer that draws; if that is the whole module, the line as well."""

@@ -25,7 +25,7 @@ from ddp_callbacks.data.nested import length_of, map_arrays
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, drawing_apart
 from ddp_callbacks.data.resuming import resumable_loader
-from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
+from ddp_callbacks.data.sharding import ShardedLoader, deal_next_pass, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -155,7 +155,7 @@ class ShardData(DistributedCallback):
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
-        if self.batch_size is not None and aggregator_of(state) is not None:
+        if self.world_size > 1 and self.batch_size is not None and aggregator_of(state) is not None:
             self._deal_out(state)
         elif torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
@@ -164,8 +164,9 @@ class ShardData(DistributedCallback):
     def _deal_out(self, state: State) -> None:
         """Let ``predict()`` compute whole batches in turn. A Trial may repeat a loader to get all its steps."""
         loader, steps = state[torchbearer.GENERATOR], state[torchbearer.STEPS]
-        part = shard_loader(loader, "per_process", self.process_group)
-        if isinstance(part, ShardedLoader) and steps:
+        divided, _ = self._shard(loader, steps)
+        if isinstance(divided, ShardedLoader) and steps:
+            part = deal_next_pass(divided, self.process_group)
             length = length_of(loader) or steps
             passes, rest = divmod(steps, length)
             state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
@@ -180,10 +181,9 @@ class ShardData(DistributedCallback):
             yield
 
     def _drawing_whole(self, state: State, stage: str = "step") -> AbstractContextManager[None]:
-        """Inside, draw for the whole batch; where the ranks compute whole batches in turn, apart."""
+        """Inside, draw for the whole batch."""
         assert self._draws is not None
-        is_dealt = aggregator_of(state) is not None and isinstance(state.data.get(torchbearer.ITERATOR), ShardedIterator)
-        share = None if is_dealt else state.data.get(SHARE)
+        share = state.data.get(SHARE)
         return self._draws.batch(None if share is None else share.rows, stage)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
     python train.py                                    one process
     ddprun --nproc-per-node 2 train.py                 two processes on this machine
-    ddprun -H node1,node2 train.py                     one on each of two machines
+    ddprun -H node1,node2 train.py                     on two machines: one per GPU or CPU socket
 
 Two lines differ from the script for one process: the import, and the name of the strategy.
 """
@@ -22,6 +22,7 @@ import ddp_callbacks.lightning  # noqa: F401  <- the first added line
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=6, help="epochs at most (default 6)")
+    parser.add_argument("--patience", type=int, default=3, help="epochs without a better loss (default 3)")
     parser.add_argument("--logs", default="logs", metavar="DIR", help="for checkpoints and metrics.csv (default: logs)")
     parser.add_argument("--strategy", default="ddp_callbacks", help="another of Lightning's, to compare")
     arguments = parser.parse_args()
@@ -33,7 +34,7 @@ def main() -> None:
         logger=CSVLogger(arguments.logs),
         log_every_n_steps=5,
         callbacks=[
-            EarlyStopping("val_loss", patience=3),
+            EarlyStopping("val_loss", patience=arguments.patience),
             ModelCheckpoint(monitor="val_accuracy", mode="max", save_last=True),
         ],
     )

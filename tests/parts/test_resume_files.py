@@ -80,14 +80,17 @@ def test_a_generator_that_is_not_there_when_a_run_resumes_is_named() -> None:
         load(Collecting(), [saved], 1)
 
 
+def test_what_a_single_process_had_is_kept_on_several_and_named() -> None:
+    module = Collecting()
+    with pytest.warns(UserWarning, match=r"^Collecting\.ratio: each process has now what the only process"):
+        load(module, [changed_by({"ratio": 0.5, "seen": 3})], 2)
+    assert (module.ratio, module.seen) == (0.5, 3)
+
+
 def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
     """A warning names attributes that another number can't have."""
-    one = changed_by({"outputs": [torch.ones(2)], "seen": 3})
     module = Collecting()
-    message = r"Collecting\.outputs: each of the 1 processes of the run that was cut had its own"
-    with pytest.warns(UserWarning, match=message):
-        load(module, [one], 2)
-    assert (module.outputs, module.seen) == ([], 3)
+    module.seen = 3
     two = [changed_by({"seen": 3, "scores": {"all": [1]}, "ratio": 0.5}), changed_by({"seen": 4, "ratio": 0.5})]
     with pytest.warns(UserWarning, match=r"^Collecting\.scores, Collecting\.seen: each of the 2 processes") as caught:
         load(module, two, 3)

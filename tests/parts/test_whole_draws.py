@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
 
@@ -328,7 +327,7 @@ def test_a_batch_that_is_computed_whole_and_in_part_tells_which_dimension_holds_
 
 def test_a_rank_tells_what_another_one_could_not_draw_whole() -> None:
     draws = WholeDraws(nn.Identity(), 0)
-    draws.compare([[7, 7], [7, 7]], [[False, {}, {}, {}], [False, {"noise": "it permutes the batch"}, {}, {}]])
+    draws.compare([[7, 7], [7, 7]], [[False, {}, {}, {}, {}], [False, {"noise": "it permutes the batch"}, {}, {}, {}]])
     with pytest.warns(UserWarning, match=r"noise: it permutes the batch \(rank 1\)"):
         draws.warn()
 
@@ -336,19 +335,41 @@ def test_a_rank_tells_what_another_one_could_not_draw_whole() -> None:
 @pytest.mark.parametrize(("told", "warns"), [({"noise": 1}, False), ({"noise": 0}, True), ({}, True)])
 def test_a_doubt_ends_if_another_rank_knows_the_dimension(told: dict[str, int], warns: bool) -> None:
     draws = WholeDraws(nn.Identity(), 0)
-    draws.compare([[7, 7], [7, 7]], [[False, {}, {"noise": ["dimension 1 was taken", 1]}, {}], [False, {}, {}, told]])
+    reports = [[False, {}, {"noise": ["dimension 1 was taken", 1]}, {}, {}], [False, {}, {}, told, {}]]
+    draws.compare([[7, 7], [7, 7]], reports)
     with pytest.warns(UserWarning, match="dimension 1 was taken") if warns else nullcontext():
         draws.warn()
 
 
-def test_ranks_that_draw_for_each_sample_are_named() -> None:
+BY_SAMPLES: dict[str, Step] = {  # x is 1 in the first rows of the whole batch, or 0
+    "for each sample": lambda x: x + torch.stack([torch.rand(()) for _ in x])[:, None, None],
+    "in some batches": lambda x: x + torch.randn_like(x) if x.any() else x,
+    "one or the other": lambda x: x + torch.randn_like(x) if x.any() else x + torch.rand_like(x),
+}
+
+
+@pytest.mark.parametrize("name", BY_SAMPLES)
+def test_layers_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str) -> None:
     everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
-    step = lambda x: x + torch.stack([torch.rand(()) for _ in x])[:, None, None]  # noqa: E731
-    _, states = by_parts(step, PARTS[0], draws=iter(everyone).__next__)
-    digests = [[checksum_of(state), 5] for state in states]
-    everyone[0].compare(digests, [each.report() for each in everyone])
-    with pytest.warns(UserWarning, match="rank 1 has drawn another amount than rank 0 in a pass"):
+    for rank, draws in enumerate(everyone):
+        torch.manual_seed(5)
+        for number in range(2):  # a first rank has the ones of the first batch, the second one those of the second
+            with draws.batch(Rows(5 * rank, 5 - rank, 9)):
+                BY_SAMPLES[name](torch.full((5 - rank, LENGTH, WIDTH), float(number == rank)))
+    everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])  # as many draws on both
+    with pytest.warns(UserWarning, match="Identity: when or how often it draws depends on the samples of a proc"):
         everyone[0].warn()
+
+
+def test_layers_that_all_ranks_call_in_some_batches_are_not_named() -> None:
+    everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
+    for _ in range(2):
+        for rank, draws in enumerate(everyone):
+            for number in range(3):
+                with draws.batch(Rows(5 * rank, 5 - rank, 9)):
+                    F.dropout(torch.ones(5 - rank, WIDTH), 0.5 if number != 1 else 0.0)
+        everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])
+    everyone[0].warn()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +384,7 @@ def test_only_ranks_that_compute_all_batches_must_draw_the_same_amount(
     digests: list[list[int]], skips: bool, says: str
 ) -> None:
     draws = WholeDraws(nn.Identity(), 0)
-    draws.compare(digests, [[False, {}, {}, {}], [skips, {}, {}, {}]])
+    draws.compare(digests, [[False, {}, {}, {}, {}], [skips, {}, {}, {}, {"noise": 1} if skips else {}]])
     with pytest.warns(UserWarning, match=says) if says else nullcontext():
         draws.warn()
 

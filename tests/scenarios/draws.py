@@ -66,9 +66,9 @@ def with_trial(workers: int, **options: Any) -> Rows:
     net = nn.Sequential(nn.Dropout(), *Net().layers)
     added = [DDPCallback(**options)] if options else []
     trial = Trial(net, torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss(), ["loss"], added, verbose=0)
-    trial.with_generators(train, other).to("cpu", torch.float64).run(2)
+    trial.with_generators(train, other, other).to("cpu", torch.float64).run(2)
     loss = torch.tensor(trial.evaluate(data_key=torchbearer.VALIDATION_DATA)["val_loss"])
-    return {**net.state_dict(), "loss": loss}
+    return {**net.state_dict(), "loss": loss, "predicted": trial.predict()}
 
 
 HOSTS: dict[str, Callable[..., Rows]] = {"Trainer": with_trainer, "Fabric": with_fabric, "Trial": with_trial}
