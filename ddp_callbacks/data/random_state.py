@@ -31,8 +31,8 @@ _DOING = "the random state"
 class OwnRandomState:
     """A copy of the current global random state, kept apart from it.
 
-    Draws inside ``with own.drawing():`` depend on this state alone, not on draws outside, so you can repeat them. As
-    long as nothing draws outside, the global state advances with this one, as it would without this library.
+    Draws inside ``with own.drawing():`` depend on this state alone, not on draws outside, so you can repeat them. The
+    global state of each library from which nothing draws outside advances with this one, as it would without us.
 
     Attributes:
         state: The state that the next :meth:`drawing` starts from.
@@ -44,15 +44,16 @@ class OwnRandomState:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from this state inside. Local, no communication."""
-        before = get_global_state()
-        is_untouched = is_same_state(before, self.state)
-        set_global_state(self.state)
+        before, begin = get_global_state(), self.state
+        are_touched = [not is_same_state([one], [other]) for one, other in zip(before, begin, strict=True)]
+        set_global_state(begin)
         try:
             yield
         finally:
             self.state = get_global_state()
-            if not is_untouched:
-                set_global_state(before)
+            if any(are_touched):
+                both = zip(are_touched, before, self.state, strict=True)
+                set_global_state([state if is_touched else advanced for is_touched, state, advanced in both])
 
 
 class SharedRandomState(OwnRandomState):

@@ -28,7 +28,7 @@ ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatte
 _UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
 _PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
 _ALL = "draw for all samples, then take those that you need"
-_FIRST = "let the batch be the first dimension"
+_FIRST = "let the batch be the first dimension, and no other size that of a part"
 _TOGETHER = "the rows of a sample were taken to follow each other"
 
 
@@ -44,6 +44,7 @@ class _Seen:
         layer: Name of the layer, for messages.
         known: The dimension that holds the batch, by the function that draws; ``None`` if that does not tell.
         is_sized: Whether the program gives the shape, not a tensor.
+        is_in_hook: Whether that is in a hook, which may draw for other things than samples, such as a plot.
         samples, shape: Of the first draw.
         doubt: Why the dimension is not certain; empty if it is.
         taken: The dimension that was taken then; -1 if it was another in other batches.
@@ -57,6 +58,7 @@ class _Seen:
     layer: str
     known: int | None
     is_sized: bool
+    is_in_hook: bool
     samples: int
     shape: Sequence[int]
     doubt: str = ""
@@ -73,11 +75,12 @@ class BatchDims:
 
     Attributes:
         is_comparing: Whether a batch is computed whole and in part.
+        is_in_hook: Whether a hook runs.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
-        self.is_comparing = False
+        self.is_comparing = self.is_in_hook = False
 
     def find(
         self,
@@ -109,7 +112,8 @@ class BatchDims:
             return BatchDim(0, shape[0] // rows.samples // blocks, order, blocks)
         seen = self._seen.get(place)
         if seen is None:
-            seen = self._seen[place] = _Seen(name(), known, order is None, rows.samples, shape)
+            is_in_hook = self.is_in_hook and order is None
+            seen = self._seen[place] = _Seen(name(), known, order is None, is_in_hook, rows.samples, shape)
         if shape != seen.shape or rows.samples != seen.samples:
             self._learn(seen, shape, rows.samples)
         if seen.refusal:
@@ -219,7 +223,7 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
         return seen.known
     is_multiple = shape[fitting[0]] != samples
     guess = None if is_multiple and seen.is_sized else fitting[0]
-    if is_multiple or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
+    if is_multiple or seen.is_in_hook or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
         taken = "no dimension" if guess is None else f"dimension {guess}"
         seen.doubt = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch; if wrong, {_FIRST}"
         seen.taken = guess

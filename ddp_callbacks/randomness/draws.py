@@ -34,14 +34,16 @@ from ddp_callbacks.randomness.rows import Rows
 
 Way = Literal["whole", "none", "by_rank"]
 
+_OF_SAMPLES = "step", "sample", "transfer", "before transfer"  # stages in which what is drawn is for samples
+
 _UNSEEN = "compiled code, or code that is not Python, draws random numbers, or code sets a seed"
 _RECOMPUTES = (
     "torch.utils.checkpoint computes forward, and draws its random numbers, again in backward. Call backward inside of "
     "the same context as forward."
 )
 _OTHERWISE = (
-    "when or how often it draws depends on the samples of a process: draw for all samples in each batch, then take "
-    "those that you need"
+    "when, how often or how much it draws depends on the samples of a process: draw for all samples in each batch, then "
+    "take those that you need, and let no other size be that of a part"
 )
 _PARTED = (
     "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, or "
@@ -54,7 +56,10 @@ _PADDED = (
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
 OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
 PREDICTED = "a prediction draws: each process computes whole batches, and draws its own numbers"
-_LATE = "in the first batch that drew, after batches that had drawn nothing, all processes drew the same"
+_LATE = (
+    "in the first batch that drew, in an epoch that had begun without draws, all processes drew the same: begin to draw "
+    "with an epoch"
+)
 
 
 class WholeDraws:
@@ -88,6 +93,7 @@ class WholeDraws:
         self._ways: dict[tuple[str, bool], Way] = {}  # by stage, and whether there are gradients
         self._was_by_rank = False  # in any batch
         self._has_drawn_apart = False  # since note_apart
+        self._has_whole = False  # whether some batch of this pass was whole here, so that nothing has seen its draws
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self.refused: dict[str, str] = {}
@@ -99,6 +105,7 @@ class WholeDraws:
     def accept(self, states: list[torch.Tensor]) -> None:
         """Draw in the batches that follow from these states of the default generators. Local; every rank calls it."""
         self._states = states
+        self._look_again()
 
     @contextmanager
     def batch(self, rows: Rows | None, stage: str = "step") -> Iterator[None]:
@@ -172,6 +179,10 @@ class WholeDraws:
         """Surround the backward of the batch of the last :meth:`forward`."""
         return self._operators.backward()
 
+    def _look_again(self) -> None:
+        """Let the next batch tell whether it draws now, if those of the last pass did not."""
+        self._ways = {kind: way for kind, way in self._ways.items() if way != "none"}
+
     def forget_way(self) -> None:
         """Let the next batch tell again whether batches draw. Local."""
         self._ways.clear()
@@ -196,11 +207,13 @@ class WholeDraws:
         """Return what :meth:`compare` needs to know of this rank. Local.
 
         That is: whether it has left out a batch, why layers drew by rank, about which dimension of a layer's draws
-        holds the batch: doubts, and what is certain; and in which batches each layer has drawn.
+        holds the batch: doubts, and what is certain; and in which batches each layer has drawn, ``None`` if unknown.
         """
+        self._look_again()
         has_skipped, self.has_skipped = self.has_skipped, False
-        dims = self._operators.dims
-        return [has_skipped, self._operators.refusals, dims.doubts(), dims.told(), self._operators.take_batches()]
+        has_whole, self._has_whole = self._has_whole, False
+        dims, batches = self._operators.dims, self._operators.take_batches()
+        return [has_skipped, self._operators.refusals, dims.doubts(), dims.told(), None if has_whole else batches]
 
     def compare(self, digests: Sequence[Sequence[int]], reports: Sequence[Sequence[Any]]) -> None:
         """Note ranks that have drawn otherwise than rank 0, and what is wrong on any rank. Local.
@@ -219,7 +232,7 @@ class WholeDraws:
         self._is_compared = True
         if self._was_by_rank or self._operators.refusals:
             return
-        if self._have_drawn_otherwise([batches for has_skipped, *_, batches in reports if not has_skipped]):
+        if self._have_drawn_otherwise([batches for skips, *_, batches in reports if not (skips or batches is None)]):
             return
         padded = self._operators.dims.varying()
         for place, of in enumerate(("", " by random or NumPy")):
@@ -237,6 +250,7 @@ class WholeDraws:
 
     def _batch(self, rows: Rows | None, stage: str) -> AbstractContextManager[None]:
         if rows is not None and rows.is_whole:
+            self._has_whole = True
             return nullcontext()
         kind = stage, torch.is_grad_enabled()
         way = self._always or self._ways.get(kind, "whole")
@@ -256,6 +270,7 @@ class WholeDraws:
     def _whole(self, rows: Rows, kind: tuple[str, bool]) -> Iterator[None]:
         operators = self._operators
         operators.begin(rows)
+        operators.dims.is_in_hook = kind[0] not in _OF_SAMPLES
         self._before = operators.expected = None if kind in self._ways else states_of(default_generators())
         try:
             with self._calls:

@@ -219,12 +219,12 @@ class DrawingOperators(TorchDispatchMode):
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += 1
-        self._note(base_name(operator))
         tensor = None if is_of_one(operator, arguments) else arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)
         blocks = self._blocks.get(shape[0]) if shape else None
         at = None if not shape else self.dims.find(place, self._name, shape, self.rows, self._known, order, blocks)
+        self._note(base_name(operator), -1 if at is None else at.dim)
         if at is None or self.rows.is_whole:
             return operator(**arguments)
         if kind != "filled":
@@ -232,11 +232,11 @@ class DrawingOperators(TorchDispatchMode):
             raise DrawByRankError(_PERMUTED if kind == "permuted" else _UNKNOWN.format(_NAMES.get(name, name)))
         return draw_whole(operator, arguments, at, self.rows)
 
-    def _note(self, operator: str) -> None:
-        """Note that an operator draws in this batch."""
+    def _note(self, operator: str, dim: int) -> None:
+        """Note that an operator draws in this batch, with this dimension of the batch; -1 for none."""
         place = self._place, operator
         layer, batches = self._batches_of.get(place) or (self._name(), zlib.crc32(operator.encode()))
-        self._batches_of[place] = layer, zlib.crc32(b"%d," % self._batch, batches)
+        self._batches_of[place] = layer, zlib.crc32(b"%d %d," % (self._batch, dim), batches)
 
     def take_batches(self) -> dict[str, int]:
         """Return, for each layer, a checksum of what has drawn in which batches of this pass; begin the next one."""

@@ -357,17 +357,19 @@ def test_layers_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str)
             with draws.batch(Rows(5 * rank, 5 - rank, 9)):
                 BY_SAMPLES[name](torch.full((5 - rank, LENGTH, WIDTH), float(number == rank)))
     everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])  # as many draws on both
-    with pytest.warns(UserWarning, match="Identity: when or how often it draws depends on the samples of a proc"):
+    with pytest.warns(UserWarning, match="Identity: when, how often or how much it draws depends on the samples of"):
         everyone[0].warn()
 
 
-def test_layers_that_all_ranks_call_in_some_batches_are_not_named() -> None:
+@pytest.mark.parametrize("second", [Rows(5, 4, 9), Rows(0, 9, 9)], ids=["parts", "a whole batch on one rank"])
+def test_layers_that_all_ranks_call_in_some_batches_are_not_named(second: Rows) -> None:
     everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
     for _ in range(2):
         for rank, draws in enumerate(everyone):
+            rows = second if rank else Rows(0, 5, 9)
             for number in range(3):
-                with draws.batch(Rows(5 * rank, 5 - rank, 9)):
-                    F.dropout(torch.ones(5 - rank, WIDTH), 0.5 if number != 1 else 0.0)
+                with draws.batch(rows):
+                    F.dropout(torch.ones(rows.samples, WIDTH), 0.5 if number != 1 else 0.0)
         everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])
     everyone[0].warn()
 
@@ -456,11 +458,41 @@ def test_a_model_that_draws_nothing_is_only_watched() -> None:
     with draws.batch(Rows(0, 4, 9)):
         assert torch._C._len_torch_function_stack() == 0
     drawn(draws, F.dropout, 4, 9)
-    with pytest.warns(UserWarning, match="in the first batch that drew, after batches that had drawn nothing"):
+    with pytest.warns(UserWarning, match="in the first batch that drew, .*: begin to draw with an epoch"):
         draws.warn()
     torch.manual_seed(5)
     whole = F.dropout(batch(9))
     torch.testing.assert_close(drawn(draws, F.dropout, 4, 9), whole[:4])
+
+
+def test_a_model_that_draws_from_a_later_epoch_on_draws_as_one_process() -> None:
+    draws, own = WholeDraws(nn.Identity(), 0), torch.Generator().manual_seed(5)
+    drawn(draws, torch.sin, 4, 9)
+    drawn(draws, torch.sin, 4, 9)
+    draws.report()
+    noise = lambda x: x + torch.randn(len(x), 1, 1, generator=own)  # noqa: E731
+    found = drawn(draws, noise, 4, 9)
+    own.manual_seed(5)
+    torch.testing.assert_close(found, noise(batch(9))[:4])
+    draws.warn()
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        (4, r"of \[4, 2\] for 4 samples, dimension 0 was taken to hold the batch; if wrong, let the batch be"),
+        (3, "no dimension of what it draws holds the batch, but another was taken in earlier batches"),
+    ],
+)
+def test_what_a_hook_draws_in_the_size_of_a_part_is_doubted_until_other_sizes_tell(samples: int, says: str) -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    drawn(draws, lambda x: torch.randn(4, 2), 4, 9)
+    draws.warn()  # a step draws for its samples
+    for size in (4, samples):
+        with draws.batch(Rows(0, size, 9), "Plots.on_train_batch_end"):
+            torch.randn(4, 2)
+    with pytest.warns(UserWarning, match=says):
+        draws.warn()
 
 
 def test_parts_draw_their_own_numbers_on_wish() -> None:

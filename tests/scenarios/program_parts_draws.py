@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 UNEQUAL = "combined"  # loaders of different sizes draw by rank
 DOUBT = "was taken to hold the batch|holds the batch, but another was taken"  # if sizes are equal
-OTHER_AMOUNT = "has drawn another amount than rank 0"
+OTHER_AMOUNT = "has drawn another amount than rank 0|when or how often it draws depends on the samples"
 OF_OTHER_ROWS = "depends on rows of other processes"
 
 

@@ -268,7 +268,7 @@ def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
             loss = F.cross_entropy(module(batch[0][chosen]), batch[1][chosen]).detach()
             module.log("class", loss, batch_size=int(chosen.sum()), on_step=False, on_epoch=True)
 
-    p.allowed.append("has drawn another amount than rank 0")  # of layers that draw: for as many rows as there are
+    p.allowed.append(OTHER_AMOUNT)  # of layers that draw: for as many rows as there are
     in_steps(p, stage, note)
 
 
