@@ -335,7 +335,7 @@ def _compare(
         f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    text += _remedy(computation.parts[0], adds_up) + draws.remedy()
+    text += f"{draws.remedy()} {_remedy(computation.parts[0], adds_up)}".lstrip()
     raise MismatchError(broadcast_object(text, _DOING, group))
 
 
@@ -437,8 +437,7 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
         "targets that are known, class weights): give weight=, or correct it. A sum must not have terms of the "
         "parameters alone, unless divided by the number of processes, each of which adds them. What compares samples "
-        "with each other, as a contrastive loss does, needs the whole batch on each process. Random numbers must be "
-        "drawn for all samples of the batch, in the order of its samples."
+        "with each other, as a contrastive loss does, needs the whole batch on each process."
     )
 
 

@@ -42,8 +42,8 @@ _RECOMPUTES = (
     "the same context as forward."
 )
 _OTHERWISE = (
-    "when, how often or how much it draws depends on the samples of a process: draw for all samples in each batch, then "
-    "take those that you need, and let no other size be that of a part"
+    "when, how often or how much it draws depends on the samples of a process: draw for all samples in each batch, "
+    "then take those that you need, and let no other size be that of a part"
 )
 _PARTED = (
     "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, or "
@@ -57,8 +57,8 @@ _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: le
 OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
 PREDICTED = "a prediction draws: each process computes whole batches, and draws its own numbers"
 _LATE = (
-    "in the first batch that drew, in an epoch that had begun without draws, all processes drew the same: begin to draw "
-    "with an epoch"
+    "in the first batch that drew, in an epoch that had begun without draws, all processes drew the same: begin to "
+    "draw with an epoch"
 )
 
 

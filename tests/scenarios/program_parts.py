@@ -156,6 +156,7 @@ def calls_in(kept: Any) -> int:
     return len(kept) if isinstance(kept, list | deque | set) else int(kept.count)
 
 
+OTHER_AMOUNT = "has drawn another amount than rank 0|when, how often or how much it draws depends on the samples"
 PLAIN: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "tensor": lambda: torch.zeros(1)}
 CONTAINERS = PLAIN | {
     "set": set,

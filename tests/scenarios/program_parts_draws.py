@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import torch
-from program_parts import Build, Change, part
+from program_parts import OTHER_AMOUNT, Build, Change, part
 from torch import nn
 from torch.distributions import Beta, Categorical, Normal, RelaxedBernoulli
 from torch.nn import functional as F
@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 UNEQUAL = "combined"  # loaders of different sizes draw by rank
 DOUBT = "was taken to hold the batch|holds the batch, but another was taken"  # if sizes are equal
-OTHER_AMOUNT = "has drawn another amount than rank 0|when or how often it draws depends on the samples"
 OF_OTHER_ROWS = "depends on rows of other processes"
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader
-from program_parts import CONTAINERS, PLAIN, Build, Change, add, calls_in, part
+from program_parts import CONTAINERS, OTHER_AMOUNT, PLAIN, Build, Change, add, calls_in, part
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
