@@ -376,6 +376,8 @@ class Run:
 
     def _at_end_of_data(self) -> None:
         results = _logged.results_of(self._trainer)
+        results.end_batch()  # if a hook has skipped the last one
+        self.end_batch()
         self.random_state.take(results.join(ends=True, carried=self.random_state.report()))
         if self._trainer.training:
             _logged.refresh_metrics(self._trainer, results)

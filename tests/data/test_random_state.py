@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from ddp_callbacks import resumable_loader, shard_loader
 from ddp_callbacks.data.global_state import digest_of, get_global_state, is_same_state, seed_cpu, set_global_state
-from ddp_callbacks.data.random_state import RunRandomState, SharedRandomState, broadcast_rng_state, seed_by_rank
+from ddp_callbacks.data.random_state import (
+    OwnRandomState,
+    RunRandomState,
+    SharedRandomState,
+    broadcast_rng_state,
+    seed_by_rank,
+)
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndices, generators_of
 
 pytestmark = pytest.mark.shares_results()
@@ -40,6 +46,21 @@ def draws(seed: int, count: int) -> list[list[float]]:
     found = [draw() for _ in range(count)]
     set_global_state(before)
     return found
+
+
+def test_a_library_from_which_nothing_draws_outside_continues_what_was_drawn_inside() -> None:
+    """As loading by NumPy, with dropout in the steps: else the next pass would load the same once more."""
+    seed_all(5)
+    expected = [np.random.rand() for _ in range(4)]
+    seed_all(5)
+    found = []
+    for _ in range(2):
+        own = OwnRandomState()
+        for _ in range(2):
+            with own.drawing():
+                found.append(np.random.rand())
+            torch.rand(3)
+    assert found == expected
 
 
 @WORLD

@@ -272,7 +272,7 @@ def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
     in_steps(p, stage, note)
 
 
-@trainer_part(each=STAGES)
+@trainer_part(without="ends_epochs_early limits", each=STAGES)  # as above
 def logs_a_masked_mean(p: TrainerBuild, stage: str) -> None:
     def note(module: Module, batch: Any) -> None:
         mask = (batch[1] != 0).double()
