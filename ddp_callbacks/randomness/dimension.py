@@ -223,9 +223,11 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
         return seen.known
     is_multiple = shape[fitting[0]] != samples
     guess = None if is_multiple and seen.is_sized else fitting[0]
-    if is_multiple or seen.is_in_hook or (len(fitting) > 1 and samples > 1):  # other dimensions of 1 are broadcast
+    is_one_number = list(shape) == [1] and seen.is_sized  # more likely one for all samples
+    if is_multiple or seen.is_in_hook or is_one_number or (len(fitting) > 1 and samples > 1):  # others of 1 broadcast
         taken = "no dimension" if guess is None else f"dimension {guess}"
-        seen.doubt = f"of {_text(shape)} for {samples} samples, {taken} was taken to hold the batch; if wrong, {_FIRST}"
+        of = f"of {_text(shape)} for {samples} sample{'s' * (samples > 1)}"
+        seen.doubt = f"{of}, {taken} was taken to hold the batch; if wrong, {_FIRST}"
         seen.taken = guess
     return guess
 
