@@ -229,7 +229,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if self._skipping is not None:
             self._skipping.check(self.optimizers)
         require_same_optimizers(self.optimizers)
-        self._of_callbacks = []
+        self._of_callbacks = self._of_callbacks or []  # a hook may call this once more
 
     def teardown(self) -> None:
         """End a run: remove hooks, and restore Lightning's objects, the user's loaders and the module's layers."""

@@ -35,6 +35,9 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a callback that trains, in an epoch without a backward": Program(
         "trainer", 91037, ("averages=swa", "batchnorm", "callback_trains")
     ),
+    "a callback that trains, in a fit whose optimizers a hook makes anew": Program(
+        "trainer", 310562, ("new_parameters=replaced", "callback_trains")
+    ),
     "a metric in an epoch that ends before a batch of which a rank has no sample": Program(
         "trainer", 310439, ("batch_sampler_with_epochs", "ends_epochs_early", "metric_logged_as_object=max")
     ),
