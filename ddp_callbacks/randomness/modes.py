@@ -224,7 +224,8 @@ class DrawingOperators(TorchDispatchMode):
         place = (self._place, self._drawn)
         blocks = self._blocks.get(shape[0]) if shape else None
         at = None if not shape else self.dims.find(place, self._name, shape, self.rows, self._known, order, blocks)
-        self._note(base_name(operator), -1 if at is None else at.dim)
+        if not self.dims.is_in_hook or arguments.get("generator") is None:  # a plot on rank 0 may have one of its own
+            self._note(base_name(operator), -1 if at is None else at.dim)
         if at is None or self.rows.is_whole:
             return operator(**arguments)
         if kind != "filled":
