@@ -101,7 +101,7 @@ async def _examine(job: Job) -> list[Finding]:
             await _look(launch, findings)
             if len(job.nodes) > 1:
                 is_fine = all(finding.level != "red" for finding in findings)
-                skipped = _found("", "all-reduce", "skipped", "skipped: fix the problems above first")
+                skipped = _found("", "all-reduce", "skipped", "skipped: fix the problems above first", "amber")
                 findings.append(await _all_reduce(launch) if is_fine else skipped)
                 plain = "traffic between the nodes is not encrypted; use a network that you trust"
                 findings.append(_found("", "encryption", "none", plain, "amber"))
