@@ -49,7 +49,7 @@ def draws(seed: int, count: int) -> list[list[float]]:
 
 
 def test_a_library_from_which_nothing_draws_outside_continues_what_was_drawn_inside() -> None:
-    """As loading by NumPy, with dropout in the steps: else the next pass would load the same once more."""
+    # As loading by NumPy, with dropout in the steps: else the next pass would load the same once more.
     seed_all(5)
     expected = [np.random.rand() for _ in range(4)]
     seed_all(5)
