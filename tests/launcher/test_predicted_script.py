@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit.commands import run, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("predict")]  # it measures time
 
 # A batch takes 40 ms of a process, a half of it 20 ms; 10 ms of each step are not divided.
 TRAIN = """
@@ -40,7 +40,8 @@ def test_a_script_is_trained_for_a_short_time_and_its_parts_are_found(tmp_path: 
     assert (few["processes"], many["processes"]) == (1, 2)
     assert few["seconds"] >= 0.05 and many["seconds"] >= 0.03
     # Of a machine with two processes: 0.02. A step of these takes 0.03 s to compute, and longer with the exchange.
-    assert few["seconds"] - many["seconds"] <= found["step"]["divided"] <= few["seconds"] - 0.03
+    least = min(few["seconds"] - many["seconds"], few["seconds"] / 2)  # of two processes, one does no more than half
+    assert least <= found["step"]["divided"] <= few["seconds"] - 0.03
     assert not (tmp_path / "ended").exists() and (tmp_path / "found.svg").read_text().startswith("<svg")
 
 
@@ -51,10 +52,9 @@ def test_a_script_that_ends_too_soon_is_named(tmp_path: Path) -> None:
     assert "ddprun: train.py took 8 steps, and 20 are the least to measure. Let it train for longer" in output
 
 
-@pytest.mark.parametrize("during", ["ranks 0-1", "rank 0"])
-def test_ctrl_c_ends_either_of_the_runs_and_nothing_is_predicted(during: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_second_run_ends_it_and_nothing_is_predicted(tmp_path: Path) -> None:
     with start(predict(tmp_path, 1_000_000), tmp_path) as process:
-        assert process.stdout is not None and any(f" {during}, 1 thread each" in line for line in process.stdout)
+        assert process.stdout is not None and any(" rank 0, 1 thread each" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == -signal.SIGINT and said[-1] == "ddprun: stopped by SIGINT"
