@@ -268,7 +268,7 @@ def logs_a_class_if_there_is_one(p: TrainerBuild, stage: str) -> None:
             loss = F.cross_entropy(module(batch[0][chosen]), batch[1][chosen]).detach()
             module.log("class", loss, batch_size=int(chosen.sum()), on_step=False, on_epoch=True)
 
-    p.allowed.append(OTHER_AMOUNT)  # of layers that draw: for as many rows as there are
+    p.allowed += [OTHER_AMOUNT, "does not follow from the number of samples"]  # of layers that draw: for some rows
     in_steps(p, stage, note)
 
 
