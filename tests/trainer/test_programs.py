@@ -35,6 +35,9 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a callback that trains, in an epoch without a backward": Program(
         "trainer", 91037, ("averages=swa", "batchnorm", "callback_trains")
     ),
+    "averaging after a cut while gradients accumulate": Program(
+        "trainer", 320872, ("accumulates=always", "averages=swa"), 0.15
+    ),
     "a callback that trains, in a fit whose optimizers a hook makes anew": Program(
         "trainer", 310562, ("new_parameters=replaced", "callback_trains")
     ),
