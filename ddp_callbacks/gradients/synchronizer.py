@@ -264,7 +264,7 @@ class GradientSynchronizer:
         """Resume from the states of all ranks, in rank order. Local, as :meth:`weigh`; every rank passes the same.
 
         With as many ranks as before, each takes its own state. Otherwise, rank 0 continues with the sum of all
-        accumulated gradients.
+        accumulated gradients, and the others without.
 
         Args:
             states: The result of :meth:`state_dict` on each rank.
@@ -284,6 +284,9 @@ class GradientSynchronizer:
         gradients = _sum_of_gradients(states, self._world_size)
         if gradients and self._reducer is not None:
             self._reducer.weighing.accumulates = True
+        if rank:
+            for name, parameter in self._module.named_parameters():
+                parameter.grad = None if name in gradients else parameter.grad
         self._load_gradients(gradients if rank == 0 else {})
 
     def _accumulated(self) -> dict[str, torch.Tensor]:

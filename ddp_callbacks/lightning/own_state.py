@@ -167,10 +167,7 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
 
 def _has_gradients(trainer: Any) -> bool:
     """Whether an optimizer's next step may use gradients that the gradient engine does not save."""
-    if not trainer.lightning_module.automatic_optimization:
-        return True
-    if _parts.is_accumulating(trainer):
-        return bool(trainer.strategy.takes_local_steps)
     averaging = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.callbacks").StochasticWeightAveraging
-    # Its last epoch, for BatchNorm, takes a step with the gradients of the one before.
-    return any(isinstance(callback, averaging) for callback in trainer.callbacks)
+    if not trainer.lightning_module.automatic_optimization or any(isinstance(c, averaging) for c in trainer.callbacks):
+        return True  # its last epoch, for BatchNorm, takes a step with the gradients of the one before
+    return bool(trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer))
