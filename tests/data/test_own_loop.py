@@ -388,11 +388,3 @@ def test_a_run_that_was_stopped_says_where_its_time_went_before_it_says_by_what(
         *_, course, stopped = process.communicate(timeout=60)[0].splitlines()
     assert " of training: " in course and course.endswith("/report.html")
     assert stopped == "ddprun: stopped by SIGINT"
-
-
-@pytest.mark.slow
-def test_no_report_on_request(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LOOP)
-    said = run(["ddprun", "--nproc-per-node", 2, "--no-report", "train.py"], tmp_path)
-    (folder,) = (tmp_path / "ddprun-logs").iterdir()
-    assert "of training" not in said and {path.name for path in folder.iterdir()} <= {"rank-0.log", "rank-1.log"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
 import sys
 import time
 import tomllib
@@ -31,7 +32,9 @@ FREE_OF_TORCH = ("-S", "-I", "from kit import")  # such commands don't import to
 
 _totals = Counter[str]()  # costs of all tests
 _seconds = Counter[str]()  # by test
-_calibrations: list[float] = []
+_calibrations: list[float] = []  # of this process; on the controller of pytest-xdist those of all workers
+_CALIBRATE_EVERY = 20.0  # seconds: CPU time grows with what else the cores do, which changes during a run
+_begin = time.monotonic()
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -55,8 +58,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_count_interpreters)
-    if _is_whole(config):
-        _calibrations.append(_calibrate())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,6 +74,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Any:
     declared = {"waits": marks["waits"].args[0] if "waits" in marks else 0, "many_ranks": int("many_ranks" in marks)}
     costs = {**_costs, **declared}
     _costs.clear()
+    if hasattr(item.config, "workeroutput") and time.monotonic() - _begin > _CALIBRATE_EVERY * len(_calibrations):
+        _calibrations.append(_calibrate())
     item.user_properties.append(("costs", costs))
     if over := exceeded("smoke" if "smoke" in marks else tier_of(item), costs):
         pytest.fail(f"over the budget of its tier, {tier_of(item)}: {', '.join(over)}; see tests/budget.toml", False)
@@ -87,16 +90,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    _totals["cpu"] += getattr(node, "workeroutput", {}).get("cpu", 0)
+    found = getattr(node, "workeroutput", {})
+    _totals["cpu"] += found.get("cpu", 0)
+    _calibrations.extend(found.get("calibrations", ()))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # on a worker of pytest-xdist, whose ranks and commands have ended
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         session.config.workeroutput["cpu"] = round(sum(usage.ru_utime + usage.ru_stime for usage in used))
+        session.config.workeroutput["calibrations"] = _calibrations
     elif _is_whole(session.config):
-        _calibrations.append(_calibrate())
-        _totals["cpu"] = round(_totals["cpu"] * NUMBERS["calibration"] / max(_calibrations))
+        _totals["cpu"] = round(_totals["cpu"] * NUMBERS["calibration"] / statistics.fmean(_calibrations or [_calibrate()]))
         if _over(session.config) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -129,11 +134,12 @@ def _over(config: pytest.Config) -> list[str]:
 def _calibrate() -> float:
     """Return the seconds of CPU time that 200 steps of a small MLP take here and now."""
     torch.set_num_threads(1)
-    layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 10))
-    x, begin = torch.randn(128, 256), time.process_time()
-    for _ in range(200):
-        layers(x).square().mean().backward()
-    return time.process_time() - begin
+    with torch.random.fork_rng():
+        layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 10))
+        x, begin = torch.randn(128, 256), time.process_time()
+        for _ in range(200):
+            layers(x).square().mean().backward()
+        return time.process_time() - begin
 
 
 def _count_interpreters(event: str, args: tuple[Any, ...]) -> None:
