@@ -101,7 +101,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["cpu"] = round(sum(usage.ru_utime + usage.ru_stime for usage in used))
         session.config.workeroutput["calibrations"] = _calibrations
     elif _is_whole(session.config):
-        _totals["cpu"] = round(_totals["cpu"] * NUMBERS["calibration"] / statistics.fmean(_calibrations or [_calibrate()]))
+        slowness = statistics.fmean(_calibrations or [_calibrate()]) / NUMBERS["calibration"]
+        _totals["cpu"] = round(_totals["cpu"] / slowness)
         if _over(session.config) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
