@@ -37,7 +37,7 @@ from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm.statistics import BatchStatistics, GlobalBatch, at_least_float32
-from ddp_callbacks.comm.hosts import new_subgroup
+from ddp_callbacks.comm.topology import new_subgroup
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_world_size, resolve_group
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
-from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,9 +120,9 @@ class BatchStatistics:
             self._messages[numel, device] = self._all_reduce.allocate(numel, torch.float64, device)
         return self._messages[numel, device]
 
-    def _sum(self, message: torch.Tensor, doing: str) -> None:
+    def _sum(self, message: torch.Tensor, purpose: str) -> None:
         """All-reduce in place; under NCCL the stream waits, not the host."""
-        self._all_reduce.launch(message, doing).wait()
+        self._all_reduce.launch(message, purpose).wait()
 
 
 def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,12 +19,12 @@ T = TypeVar("T")
 CHUNK_NBYTES = 1 << 26  # bytes of a file per message
 
 
-def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> T | None:
+def on_rank_zero(action: Callable[[], T], purpose: str, group: dist.ProcessGroup | None = None) -> T | None:
     """Call ``action`` on rank 0; the others wait for it. A collective.
 
     Args:
         action: Must call no collective.
-        doing: The purpose, for error messages. The same on every rank.
+        purpose: For error messages. The same on every rank.
         group: ``None`` is the default group.
 
     Returns:
@@ -35,27 +35,27 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
         CheckpointError: On the others, with the same text, if ``action`` raised an error.
     """
     if get_rank(group) != 0:
-        text = broadcast_object(None, doing, group)
+        text = broadcast_object(None, purpose, group)
         if text is not None:
             raise CheckpointError(text)
         return None
     try:
         result = action()
     except Exception as error:
-        broadcast_object(_text_for_others(error, doing, group), doing, group)
+        broadcast_object(_text_for_others(error, purpose, group), purpose, group)
         raise
-    broadcast_object(None, doing, group)
+    broadcast_object(None, purpose, group)
     return result
 
 
 def broadcast_file(
-    file: io.BytesIO | None, doing: str, group: dist.ProcessGroup | None = None, source: int = 0
+    file: io.BytesIO | None, purpose: str, group: dist.ProcessGroup | None = None, source: int = 0
 ) -> io.BytesIO:
     """Send the bytes of a rank's file in memory to every rank. A collective.
 
     Args:
         file: Not empty; ``None`` on ranks other than ``source``.
-        doing: The purpose, for error messages. The same on every rank.
+        purpose: For error messages. The same on every rank.
         group: ``None`` is the default group.
         source: The rank in the group.
 
@@ -63,15 +63,15 @@ def broadcast_file(
         The file in memory, at its beginning.
     """
     size = 0 if file is None else file.seek(0, io.SEEK_END)
-    size = int(broadcast(torch.tensor([size], device="cpu"), doing, group, source))
+    size = int(broadcast(torch.tensor([size], device="cpu"), purpose, group, source))
     found = io.BytesIO(bytes(size)) if file is None else file
     for chunk in torch.frombuffer(found.getbuffer(), dtype=torch.uint8).split(CHUNK_NBYTES):
-        broadcast(chunk, doing, group, source)
+        broadcast(chunk, purpose, group, source)
     found.seek(0)
     return found
 
 
-def _text_for_others(error: Exception, doing: str, group: dist.ProcessGroup | None) -> str:
+def _text_for_others(error: Exception, purpose: str, group: dist.ProcessGroup | None) -> str:
     if isinstance(error, CheckpointError) or get_world_size(group) == 1:
         return str(error)
-    return f"{doing} failed on {describe_rank(resolve_group(group), 0)}: {type(error).__name__}: {error}"
+    return f"{purpose} failed on {describe_rank(resolve_group(group), 0)}: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Communication between the ranks. Nothing above this folder depends on the transport.
 
-- :mod:`.hosts`: which ranks share a host, and so how they send messages and sum; :mod:`.subgroups`: the process groups
-  for this
+- :mod:`.topology`: which ranks share a host, and so how they send messages and sum; :mod:`.subgroups`: the process
+  groups for this
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
 - :mod:`.collectives`: plain data, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;

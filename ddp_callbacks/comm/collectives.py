@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ddp_callbacks.comm.checksums import memory_of
 from ddp_callbacks.comm.codec import bytes_of, decode, encode, pack, tensor_of, unpack
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
-from ddp_callbacks.comm.hosts import all_gather_bytes
 from ddp_callbacks.comm.subgroups import cpu_group
+from ddp_callbacks.comm.topology import all_gather_bytes
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
@@ -24,12 +24,12 @@ _SMALL = 1 << 16  # bytes; a CPU tensor up to this size is sent as a message
 _GATHERED_NBYTES = 1 << 24  # bytes of all ranks together in one round
 
 
-def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum ``tensor`` over the ranks, in place, and return it. A collective.
 
     Args:
         tensor: Flat and contiguous, of the same size and dtype on every rank; must not require a gradient.
-        doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
+        purpose: For error messages: "the loss of an epoch". The same on every rank.
         group: The ranks' process group; ``None`` is the default group.
 
     Raises:
@@ -39,25 +39,25 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
     if get_world_size(group) == 1:
         return tensor
     if not _is_small(tensor):
-        enter(doing)
-        ProcessGroupWork(tensor, resolve_group(group), doing).wait()
+        enter(purpose)
+        ProcessGroupWork(tensor, resolve_group(group), purpose).wait()
         return tensor
-    parts = [tensor_of(found, torch.empty_like(tensor)) for found in all_gather_bytes(bytes_of(tensor), doing, group)]
+    parts = [tensor_of(found, torch.empty_like(tensor)) for found in all_gather_bytes(bytes_of(tensor), purpose, group)]
     return tensor.copy_(functools.reduce(torch.Tensor.add_, parts))
 
 
-def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> bool:
+def any_rank(flag: bool, purpose: str, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is true on any rank. A collective; every rank gets the same answer.
 
     Args:
         flag: This rank's flag.
-        doing: The purpose, for error messages: "the loss of an epoch".
+        purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
     """
-    return any(all_gather_object(bool(flag), doing, group))
+    return any(all_gather_object(bool(flag), purpose, group))
 
 
 def barrier(name: str, group: dist.ProcessGroup | None = None) -> None:
@@ -74,13 +74,13 @@ def barrier(name: str, group: dist.ProcessGroup | None = None) -> None:
 
 
 def broadcast(
-    tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None, source: int = 0
+    tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | None = None, source: int = 0
 ) -> torch.Tensor:
     """Overwrite ``tensor`` with the tensor of rank ``source``, in place, and return it. A collective.
 
     Args:
         tensor: Dense, with the same shape and dtype on every rank.
-        doing: The purpose, for error messages: "the loss of an epoch".
+        purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
         source: The rank in the group.
 
@@ -91,25 +91,25 @@ def broadcast(
         return tensor
     if _is_small(tensor):
         message = bytes_of(tensor) if get_rank(group) == source else b""
-        return tensor_of(all_gather_bytes(message, doing, group)[source], tensor)
-    enter(doing)
+        return tensor_of(all_gather_bytes(message, purpose, group)[source], tensor)
+    enter(purpose)
     resolved, memory = resolve_group(group), memory_of(tensor)  # as bytes: gloo does not know all dtypes
     messenger = cpu_group(resolved) if tensor.device.type == "cpu" else resolved
-    with launching(doing, messenger):
+    with launching(purpose, messenger):
         work = dist.broadcast(memory, group=messenger, group_src=source, async_op=True)
-    wait(of_device(work, tensor.device, messenger), doing, resolved)
+    wait(of_device(work, tensor.device, messenger), purpose, resolved)
     if memory.data_ptr() != tensor.data_ptr():
         tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
     return tensor
 
 
-def all_gather_object(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, purpose: str, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather every rank's ``value``, in rank order. A collective.
 
     Args:
         value: Tensors, numbers, strings and ``None``, in any lists, tuples and dicts. Floats keep every bit, including
             NaN and infinities. The ranks' values may differ in everything.
-        doing: The purpose, for error messages: "the loss of an epoch".
+        purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
@@ -123,15 +123,15 @@ def all_gather_object(value: Any, doing: str, group: dist.ProcessGroup | None = 
     header, tensors = pack(value)
     if get_world_size(group) == 1:
         return [unpack(header, tensors)]
-    return [*map(decode, all_gather_bytes(encode(header, tensors), doing, group))]
+    return [*map(decode, all_gather_bytes(encode(header, tensors), purpose, group))]
 
 
-def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_object(value: Any, purpose: str, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's ``value`` on every rank. A collective.
 
     Args:
         value: Tensors and plain data, as for :func:`all_gather_object`. Ignored on ranks other than 0.
-        doing: The purpose, for error messages: "the loss of an epoch".
+        purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
@@ -144,15 +144,15 @@ def broadcast_object(value: Any, doing: str, group: dist.ProcessGroup | None = N
     if get_world_size(group) == 1:
         return unpack(*pack(value))
     message = encode(*pack(value)) if get_rank(group) == 0 else b""
-    return decode(all_gather_bytes(message, doing, group)[0])
+    return decode(all_gather_bytes(message, purpose, group)[0])
 
 
-def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+def gather_bytes(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Gather every rank's bytes on rank 0, in rank order. A collective; no other rank gets any.
 
     Args:
         tensor: Flat uint8, on the CPU; of any size on each rank.
-        doing: The purpose, for error messages: "the loss of an epoch".
+        purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 
     Returns:
@@ -163,11 +163,11 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
     """
     if get_world_size(group) == 1:
         return [tensor]
-    sizes = all_gather_object(tensor.numel(), doing, group)
+    sizes = all_gather_object(tensor.numel(), purpose, group)
     gathered = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes if get_rank(group) == 0]
     step = max(1, _GATHERED_NBYTES // len(sizes))
     for start in range(0, max(sizes), step):
-        parts = all_gather_bytes(bytes_of(tensor[start : start + step]), doing, group)
+        parts = all_gather_bytes(bytes_of(tensor[start : start + step]), purpose, group)
         for whole, part in zip(gathered, parts, strict=False):
             tensor_of(part, whole[start : start + step])
     return gathered

@@ -35,10 +35,10 @@ class ProcessGroupAllReduce:
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self._group, self._dtype, self.exact = group, dtype, dtype is None
 
-    def launch(self, tensor: torch.Tensor, doing: str) -> ProcessGroupWork:
+    def launch(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """Start to sum ``tensor`` over the ranks, in place. Does not block."""
-        enter(doing)
-        return ProcessGroupWork(tensor, self._group, doing, self._dtype)
+        enter(purpose)
+        return ProcessGroupWork(tensor, self._group, purpose, self._dtype)
 
 
 class ProcessGroupWork:
@@ -47,28 +47,28 @@ class ProcessGroupWork:
     Args:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns. Don't touch it before.
         group: The ranks' process group. All its ranks must start the same reductions in the same order.
-        doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
-            an error.
+        purpose: For error messages, the same on every rank. A small sum carries it as a tag, so that mixing up
+            different sums is an error.
         dtype: A dtype of half precision: wider numbers are rounded to it and sent. Large tensors, and all on GPUs, are
             summed in it, too. ``None`` rounds nothing.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str, dtype: torch.dtype | None = None
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str, dtype: torch.dtype | None = None
     ) -> None:
         self._result = tensor = as_real(tensor)
         if dtype is not None and dtype.itemsize < tensor.itemsize:
             tensor = tensor.to(dtype)
         self._tensor = tensor
         self._group = group = group if tensor.device.type != "cpu" else cpu_group(group)
-        self._doing = doing
+        self._purpose = purpose
         self._gathered: torch.Tensor | None = None
         if tensor.device.type == "cpu" and is_gathered(tensor.nbytes, group.size()):
-            message = _tagged(tensor, tag_of(doing))
+            message = _tagged(tensor, tag_of(purpose))
             self._gathered = message.new_empty(group.size(), message.numel())
             work = all_gather_flat(group, self._gathered.view(-1), message)
         else:
-            with launching(doing, group):
+            with launching(purpose, group):
                 work = group.allreduce([tensor])
         self._work = of_device(work, tensor.device, group)
 
@@ -82,9 +82,9 @@ class ProcessGroupWork:
             PeerError: Another rank failed, died or went silent.
             MismatchError: Another rank sums something else.
         """
-        wait(self._work, self._doing, whole or self._group)
+        wait(self._work, self._purpose, whole or self._group)
         if self._gathered is not None:
-            require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
+            require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._purpose, self._group)
             rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)
             first, second, *others = rows.unbind()
             torch.add(first.to(self._result.dtype), second, out=self._result)

@@ -64,16 +64,16 @@ class HierarchicalAllReduce:
         self.allocate = memory.allocate
         self.exact = dtype is None
 
-    def launch(self, tensor: torch.Tensor, doing: str) -> HierarchicalWork:
+    def launch(self, tensor: torch.Tensor, purpose: str) -> HierarchicalWork:
         """Start to sum ``tensor`` (flat, contiguous) over all ranks, in place. Does not block."""
-        enter(doing)
+        enter(purpose)
         fewest = -(-tensor.numel() // (_MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT
         numel = CHUNK_NBYTES * self._memory.local_ranks.leaders // tensor.itemsize
-        works = [self._launch(chunk, doing) for chunk in tensor.split(max(numel, fewest, 1))]
+        works = [self._launch(chunk, purpose) for chunk in tensor.split(max(numel, fewest, 1))]
         return works[-1]  # it completes after the other chunks
 
-    def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
-        work = self._memory.post(chunk, doing, HierarchicalWork)
+    def _launch(self, chunk: torch.Tensor, purpose: str) -> HierarchicalWork:
+        work = self._memory.post(chunk, purpose, HierarchicalWork)
         self._calls.put((partial(self._send, work), work.sent))
         return work
 
@@ -82,7 +82,7 @@ class HierarchicalAllReduce:
         shard = self._memory.reduce_scatter(work, DOING)
         if self._leaders is None or not shard.numel():
             return None
-        return ProcessGroupWork(shard, self._leaders, work.doing, self._dtype)
+        return ProcessGroupWork(shard, self._leaders, work.purpose, self._dtype)
 
 
 @dataclass(eq=False)
@@ -91,10 +91,10 @@ class HierarchicalWork(SharedMemoryWork):
 
     sent: Sent = field(default_factory=Future)
 
-    def reduce(self, doing: str) -> None:
+    def reduce(self, purpose: str) -> None:
         """Block until this rank's shard is summed over all ranks."""
         whole = alive(self.memory.group)
-        wait(self, doing, whole)
+        wait(self, purpose, whole)
         if (work := self.sent.result()) is not None:
             work.wait(whole)
 

@@ -116,7 +116,7 @@ class Mailbox:
         self._note(self._here, content)
         return self._counts[self._here]
 
-    def collect(self, number: int, doing: str) -> list[bytes]:
+    def collect(self, number: int, purpose: str) -> list[bytes]:
         """Return each rank's post with this ``number``. Blocks until all ranks have posted it.
 
         Raises:
@@ -127,14 +127,14 @@ class Mailbox:
                 break
             os.sched_yield()
         else:
-            wait(Arrival(self, number), doing, alive(self._group))
+            wait(Arrival(self, number), purpose, alive(self._group))
         for posts in self._posts:
             posts.pop(number - 1, None)
         return [posts.get(number, b"") for posts in self._posts]
 
-    def exchange(self, content: bytes, doing: str) -> list[bytes]:
+    def exchange(self, content: bytes, purpose: str) -> list[bytes]:
         """Post ``content``; return each rank's post for the same exchange. Blocks until all ranks have posted."""
-        return self.collect(self.post(content), doing)
+        return self.collect(self.post(content), purpose)
 
     def comes(self, number: int, seconds: float = 0.0) -> bool:
         """Return whether every rank's post ``number`` is here. Wait for it, until nothing comes for ``seconds``."""

@@ -38,7 +38,7 @@ class GroupMessenger:
     def __init__(self, group: dist.ProcessGroup, whole: dist.ProcessGroup | None = None) -> None:
         self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
-    def gather(self, message: bytes, doing: str) -> list[bytes]:
+    def gather(self, message: bytes, purpose: str) -> list[bytes]:
         """Return every rank's message, of any length, in rank order. Blocks until all have called it.
 
         If a message does not fit into the first round, its rank broadcasts the rest.
@@ -47,21 +47,21 @@ class GroupMessenger:
         size = _HEAD + _ROOM
         begin = bytearray((len(message).to_bytes(_HEAD, "little") + message[:_ROOM]).ljust(size, b"\0"))
         received = bytearray(size * group.size())
-        with launching(doing, whole):
+        with launching(purpose, whole):
             work = all_gather_flat(group, _tensor_in(received), _tensor_in(begin))
-        wait(work, doing, whole)
+        wait(work, purpose, whole)
         rows = [received[start : start + size] for start in range(0, len(received), size)]
         lengths = [int.from_bytes(row[:_HEAD], "little") for row in rows]
         rests = [bytearray(max(0, length - _ROOM)) for length in lengths]
         rests[group.rank()][:] = message[_ROOM:]
-        with launching(doing, whole):
+        with launching(purpose, whole):
             works = [
                 dist.broadcast(_tensor_in(rest), group=group, group_src=rank, async_op=True)
                 for rank, rest in enumerate(rests)
                 if rest
             ]
         for work in works:
-            wait(work, doing, whole)
+            wait(work, purpose, whole)
         return [
             bytes(row[_HEAD : _HEAD + length] + rest) for row, length, rest in zip(rows, lengths, rests, strict=True)
         ]
@@ -83,17 +83,17 @@ class HostMessenger:
         self._hosts, self._mailbox, self._leaders = hosts, mailbox, leaders  # keeps the group of the leaders alive
         self._between = None if leaders is None else GroupMessenger(leaders, whole)
 
-    def gather(self, message: bytes, doing: str) -> list[bytes]:
+    def gather(self, message: bytes, purpose: str) -> list[bytes]:
         """See :meth:`GroupMessenger.gather`."""
-        own = self._gather_here(message, doing)
+        own = self._gather_here(message, purpose)
         if len(self._hosts) == 1:
             return own
-        joined = b"" if self._between is None else _join(self._between.gather(_join(own), doing))
-        by_host = map(_split, _split(self._gather_here(joined, doing)[0]))
+        joined = b"" if self._between is None else _join(self._between.gather(_join(own), purpose))
+        by_host = map(_split, _split(self._gather_here(joined, purpose)[0]))
         by_rank = dict(zip(itertools.chain(*self._hosts), itertools.chain(*by_host), strict=True))
         return [by_rank[rank] for rank in range(len(by_rank))]
 
-    def _gather_here(self, message: bytes, doing: str) -> list[bytes]:
+    def _gather_here(self, message: bytes, purpose: str) -> list[bytes]:
         with ExitStack() as opened:
             post = _SHORT + message
             if len(post) > self._mailbox.room:
@@ -101,12 +101,12 @@ class HostMessenger:
                 file.write(message)
                 file.flush()
                 post = _LONG + path_of(os.getpid(), file.fileno()).encode()
-            posts = self._mailbox.exchange(post, doing)
+            posts = self._mailbox.exchange(post, purpose)
             try:
                 return [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
             finally:  # also if this rank cannot read, or another has died, for which this waits in vain
                 if any(post[:1] == _LONG for post in posts):
-                    self._mailbox.exchange(b"", doing)  # keep the file until all have read it
+                    self._mailbox.exchange(b"", purpose)  # keep the file until all have read it
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

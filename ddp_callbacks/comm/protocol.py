@@ -35,12 +35,12 @@ class AllReduce(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a flat tensor in the memory that suits this all-reduce best. Local."""
 
-    def launch(self, tensor: torch.Tensor, doing: str) -> Work:
+    def launch(self, tensor: torch.Tensor, purpose: str) -> Work:
         """Start to sum ``tensor`` over the ranks, in place. Does not block.
 
         Args:
             tensor: A flat tensor from :meth:`allocate`, or a part of one.
-            doing: The purpose, for error messages: "the gradients of 0.weight". The same on every rank.
+            purpose: For error messages: "the gradients of 0.weight". The same on every rank.
         """
 
 

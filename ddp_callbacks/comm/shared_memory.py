@@ -73,40 +73,40 @@ class SharedMemoryAllReduce:
         weakref.finalize(tensor, self._shards.clear).atexit = False
         return tensor
 
-    def launch(self, tensor: torch.Tensor, doing: str) -> SharedMemoryWork:
+    def launch(self, tensor: torch.Tensor, purpose: str) -> SharedMemoryWork:
         """Start summing ``tensor`` over the ranks of this node, in place. Does not block."""
-        enter(doing)
-        return self.post(tensor, doing, SharedMemoryWork)
+        enter(purpose)
+        return self.post(tensor, purpose, SharedMemoryWork)
 
     def complete(self, work: SharedMemoryWork) -> None:
         """Do this rank's part of all launched sums; return when ``work`` is complete on every rank."""
         for pending in list(self._pending):
             if not pending.is_gathered:
-                pending.reduce(work.doing)
+                pending.reduce(work.purpose)
                 self.all_gather(pending)
-        self._done.collect(work.number, work.doing)
+        self._done.collect(work.number, work.purpose)
         while self._pending and self._pending[0].number <= work.number:
             self._pending.popleft()
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, doing: str, kind: type[W]) -> W:
+    def post(self, tensor: torch.Tensor, purpose: str, kind: type[W]) -> W:
         """Tell the others that they can read ``tensor``. Does not block."""
         segment = self._segments[tensor.untyped_storage().data_ptr()]
         at = int(tensor.storage_offset()) * tensor.itemsize
-        number = self._posted.post(_POST.pack(*segment, at, tensor.nbytes, tag_of(doing)))
-        work = kind(self, as_real(tensor), number, doing)
+        number = self._posted.post(_POST.pack(*segment, at, tensor.nbytes, tag_of(purpose)))
+        work = kind(self, as_real(tensor), number, purpose)
         self._pending.append(work)
         return work
 
-    def reduce_scatter(self, work: SharedMemoryWork, doing: str) -> torch.Tensor:
+    def reduce_scatter(self, work: SharedMemoryWork, purpose: str) -> torch.Tensor:
         """Sum this rank's shard, and return it. Blocks until every rank of the node has posted."""
         if work.shards:
             raise RuntimeError(
                 "a sum of gradients was interrupted halfway (Ctrl-C), and the other processes already have parts of "
                 "it. Restart all processes."
             )
-        shards = self._find_shards(work, doing)  # if this raises, the sum can be completed later
+        shards = self._find_shards(work, purpose)  # if this raises, the sum can be completed later
         work.shards = shards
         _sum_into_first(shards)
         return shards[0]
@@ -119,14 +119,14 @@ class SharedMemoryAllReduce:
         self._done.post()
         work.is_gathered = True
 
-    def _find_shards(self, work: SharedMemoryWork, doing: str) -> list[torch.Tensor]:
+    def _find_shards(self, work: SharedMemoryWork, purpose: str) -> list[torch.Tensor]:
         """Block until every rank of the node has posted; then find this rank's shard of each buffer."""
-        posts = self._posted.collect(work.number, doing)
-        require_tags([_POST.unpack(post)[-1] for post in posts], work.doing, alive(self.group))
-        return [self._shard(index, post, work.tensor, doing) for index, post in enumerate(posts)]
+        posts = self._posted.collect(work.number, purpose)
+        require_tags([_POST.unpack(post)[-1] for post in posts], work.purpose, alive(self.group))
+        return [self._shard(index, post, work.tensor, purpose) for index, post in enumerate(posts)]
 
     @outside_inference_mode
-    def _shard(self, index: int, post: bytes, like: torch.Tensor, doing: str) -> torch.Tensor:
+    def _shard(self, index: int, post: bytes, like: torch.Tensor, purpose: str) -> torch.Tensor:
         """Return this rank's shard of a rank's memory; from the cache if the same memory was summed before."""
         key = index, post, like.dtype
         if key not in self._shards:
@@ -134,7 +134,7 @@ class SharedMemoryAllReduce:
             self._require_size(index, nbytes, like.nbytes)
             # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
             # user.
-            whole = self._map(index, fd, doing)[at : at + nbytes].view(like.dtype)
+            whole = self._map(index, fd, purpose)[at : at + nbytes].view(like.dtype)
             size = -(-like.numel() // (self.local_ranks.leaders * ALIGNMENT)) * ALIGNMENT
             start = self.local_ranks.local_rank * size  # past the end (empty) on a rank that is no leader
             self._shards[key] = whole[start : start + size]
@@ -148,13 +148,13 @@ class SharedMemoryAllReduce:
                 "the same calls in the same order, with the same model and bucket_cap_mb."
             )
 
-    def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
+    def _map(self, index: int, fd: int, purpose: str) -> torch.Tensor:
         """Map a segment of another rank, which may have died since it launched."""
         try:
             return segments.map_bytes(self.local_ranks.pids[index], fd)
         except (OSError, RuntimeError) as error:
             text = f"the memory of rank {self.local_ranks.ranks[index]} cannot be opened: {error}"
-            raise diagnose(alive(self.group), doing, RuntimeError(text)) from error
+            raise diagnose(alive(self.group), purpose, RuntimeError(text)) from error
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class SharedMemoryWork:
         memory: The all-reduce that this sum belongs to.
         tensor: The tensor that is summed, in place.
         number: The number of the post that announces this sum, and of the post that finishes it.
-        doing: The purpose.
+        purpose: What the wait is for.
         shards: This rank's shard of every rank's memory, once it sums them; the first one then holds the sum.
         is_gathered: Whether this rank has written its shard everywhere.
     """
@@ -173,13 +173,13 @@ class SharedMemoryWork:
     memory: SharedMemoryAllReduce
     tensor: torch.Tensor
     number: int
-    doing: str
+    purpose: str
     shards: list[torch.Tensor] = field(default_factory=list)
     is_gathered: bool = False
 
-    def reduce(self, doing: str) -> None:
-        """Sum this rank's shard, for a wait for ``doing``. Blocks until every rank of the node has posted."""
-        self.memory.reduce_scatter(self, doing)
+    def reduce(self, purpose: str) -> None:
+        """Sum this rank's shard, for a wait for ``purpose``. Blocks until every rank of the node has posted."""
+        self.memory.reduce_scatter(self, purpose)
 
     def wait(self) -> None:
         """Block until the sum is complete. Raises :class:`PeerError` if a rank fails."""

@@ -1,7 +1,7 @@
 """Divide batches among the ranks, and join the results of the parts.
 
-- :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.whole` are the two ways to
-  divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share
+- :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.after_loading` are the two ways
+  to divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share
 - :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch;
   :mod:`.same_data` compares data sets
 - :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive

@@ -31,7 +31,7 @@ from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
 
 _INDICES = 4096  # per block
-_DOING = "the next batches of a loader"
+_PURPOSE = "the next batches of a loader"
 
 
 class Order(Iterable[Any]):
@@ -109,7 +109,7 @@ class Order(Iterable[Any]):
         """Return the next block, empty if no batch is left. A collective if the order is shared."""
         message: Any = self._message() if self._runs_sampler else None
         if self._is_sent:
-            message = broadcast_object(message, _DOING, self._group)
+            message = broadcast_object(message, _PURPOSE, self._group)
         if isinstance(message, str):
             raise ConfigurationError(message)
         block, self._is_over, self.seed, states, drawn = message

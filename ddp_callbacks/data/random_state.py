@@ -25,7 +25,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import WholeDraws
 
-_DOING = "the random state"
+_PURPOSE = "the random state"
 
 
 class OwnRandomState:
@@ -75,7 +75,7 @@ class SharedRandomState(OwnRandomState):
     def __init__(self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None) -> None:
         self.begin = get_global_state(sources)
         if get_world_size(group) > 1:
-            self.begin = broadcast_object(self.begin, _DOING, group)
+            self.begin = broadcast_object(self.begin, _PURPOSE, group)
             set_generators(sources, self.begin[GLOBAL:])
         self.rewind()
 
@@ -159,7 +159,7 @@ class RunRandomState:
         """Continue on all ranks from rank 0's state. A collective."""
         if get_world_size(self._group) > 1:
             self._accepted = [None] * GLOBAL  # a failure may have left the ranks with different ones
-            self.accept(broadcast_object(self.offer(), _DOING, self._group))
+            self.accept(broadcast_object(self.offer(), _PURPOSE, self._group))
 
     def offer(self) -> Any:
         """Return rank 0's states that changed since the last time, for :meth:`accept`; ``None`` on other ranks. Local.

@@ -1,8 +1,8 @@
 """Loaders that resume where an earlier run stopped, on any number of processes.
 
 A resumed pass over a map-style ``DataLoader`` draws the used indices again, but loads no used sample: rank 0 runs the
-sampler under the random state of the earlier run, and skips the batches that were used. :mod:`.whole` says how other
-loaders resume.
+sampler under the random state of the earlier run, and skips the batches that were used. :mod:`.after_loading` says how
+other loaders resume.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ The kind of loader decides how a batch is divided:
 map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`), of an order
                                 that rank 0 draws (:mod:`.order`)
 any other iterable of batches,  after loading: every rank produces the whole batch under rank 0's random state and
-any loader with a state_dict    keeps its slice of every tensor (:mod:`.whole`)
+any loader with a state_dict    keeps its slice of every tensor (:mod:`.after_loading`)
 ``DistributedSampler`` inside   not divided: it is this rank's part already
 ==============================  =======================================================================================
 
@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.comm.collectives import broadcast_object
+from ddp_callbacks.data.after_loading import Whole
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source, Start
 from ddp_callbacks.data.nested import has_state, length_of, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
-from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows, WholeDraws

@@ -24,7 +24,7 @@ from ddp_callbacks.process_group.failures import describe_rank
 
 SkipBatch = Literal["no_loss", "non_finite", "any"]
 
-_DOING = "whether to skip the batch"
+_PURPOSE = "whether to skip the batch"
 _TOLD = 10  # the first batches are reported one by one; then the 20th, 50th, 100th and so on
 
 
@@ -102,7 +102,7 @@ class BadBatches:
             fault: The fault of this rank's loss.
             weight: The weight of this rank's part of the batch.
         """
-        rows = all_gather_object([float(fault), float(weight)], _DOING, self._group)
+        rows = all_gather_object([float(fault), float(weight)], _PURPOSE, self._group)
         nothing_counts = not any(weight for _, weight in rows)
         return {
             rank: Fault(int(fault)) for rank, (fault, weight) in enumerate(rows) if fault and (weight or nothing_counts)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.gradients.buckets import Bucket, check_bucket_cap_mb
 from ddp_callbacks.gradients.comm_hooks import CommHook, FutureWork, GradBucket, check_comm_hook
 from ddp_callbacks.gradients.compression import DTYPES, Compress, check_compress
@@ -77,15 +77,15 @@ class BucketSums:
         flat = bucket.memory.flat[: bucket.memory.numel]
         if self.options.comm_hook is not None:
             grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
-            enter(bucket.doing)
-            with launching(bucket.doing, self.group):
+            enter(bucket.purpose)
+            with launching(bucket.purpose, self.group):
                 future = self.options.comm_hook(self.options.comm_state, grad_bucket)
-                bucket.sum = FutureWork(future, flat, self.group, bucket.doing)
+                bucket.sum = FutureWork(future, flat, self.group, bucket.purpose)
             return
         if metadata is not None:
             flat = bucket.memory.flat
             flat[bucket.memory.numel :] = metadata.to(flat)
-        bucket.sum = self._all_reduce.launch(flat, bucket.doing)
+        bucket.sum = self._all_reduce.launch(flat, bucket.purpose)
 
     def finish_launch(self, bucket: Bucket) -> None:
         """Block until all collectives of a launched bucket are started.
@@ -94,7 +94,7 @@ class BucketSums:
         Those of the next bucket must come after them. On a GPU, all are in a stream when this returns, in order.
         """
         if isinstance(bucket.sum, FutureWork):
-            wait(Launched(bucket.sum.future), bucket.doing, self.group)
+            wait(Launched(bucket.sum.future), bucket.purpose, self.group)
 
     def sum_sparse(self, grad: torch.Tensor | None, factor: float, like: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.

@@ -98,7 +98,7 @@ class Bucket:
     def __init__(self, index: int, slots: list[int], pool: BufferPool, names: Sequence[str], run: int = 1) -> None:
         self.index = index
         which = f" (synchronizer {run})" * (run > 1)
-        self.doing = f"the gradients of {names[0]}" + f" to {names[-1]}" * (len(names) > 1) + which
+        self.purpose = f"the gradients of {names[0]}" + f" to {names[-1]}" * (len(names) > 1) + which
         self.slots = slots
         self.pool = pool
         self.deferred = False  # a gradient came twice before: launch at the end of backward

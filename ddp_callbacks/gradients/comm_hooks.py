@@ -89,17 +89,17 @@ class FutureWork:
         future: The hook's future; its value is the averaged gradient.
         result: The flat tensor that receives this value.
         group: The ranks' process group.
-        doing: The purpose, for messages.
+        purpose: For messages.
     """
 
     future: torch.futures.Future[torch.Tensor]
     result: torch.Tensor
     group: dist.ProcessGroup
-    doing: str
+    purpose: str
 
     def wait(self) -> None:
         """Block until ``result`` has the value. Raises :class:`PeerError` if a rank fails."""
-        wait(Launched(self.future), self.doing, self.group)
+        wait(Launched(self.future), self.purpose, self.group)
         value, result = self.future.wait(), self.result  # the current stream waits, if it is on a GPU
         if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
             value = torch.view_as_complex(value.view(-1, 2))

@@ -36,7 +36,7 @@ Verify = Literal["warn", "first_batch"]
 Weight = Callable[[], tuple[float, float | None]]
 """The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
 
-_DOING = "the comparison of a batch's gradients"
+_PURPOSE = "the comparison of a batch's gradients"
 _COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
 _TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
 _ROUNDING = 1e-6  # of a logged value near 0
@@ -244,7 +244,7 @@ class _Draws:
     def require_told(self) -> None:
         """Raise if a draw of a part was not that of one process: the run tells which, by its layer. A collective."""
         refusals = {} if self._draws is None else self._draws.refused
-        if any_rank(bool(refusals), _DOING, self._group):
+        if any_rank(bool(refusals), _PURPOSE, self._group):
             raise ConfigurationError(
                 "the first batch cannot be compared, as its random numbers are not those of one process: "
                 f"{refusals or 'see another rank'}."
@@ -313,7 +313,7 @@ def _compare(
             "module that computes it. Use the module that is given, and none that is global."
         )
     found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
-    differing = broadcast_object(found, _DOING, group)
+    differing = broadcast_object(found, _PURPOSE, group)
     if not differing:
         if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
             draws.require_told()
@@ -322,7 +322,7 @@ def _compare(
                 f"training step logs is not: {text}{draws.remedy()}"
             )
         return
-    if broadcast_object(_differences(of_whole()[0], expected), _DOING, group):
+    if broadcast_object(_differences(of_whole()[0], expected), _PURPOSE, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ. '
             "The model is random, or its gradients are not finite."
@@ -336,7 +336,7 @@ def _compare(
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
     text += f"{draws.remedy()} {_remedy(computation.parts[0], adds_up)}".lstrip()
-    raise MismatchError(broadcast_object(text, _DOING, group))
+    raise MismatchError(broadcast_object(text, _PURPOSE, group))
 
 
 def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
@@ -355,26 +355,26 @@ def _differing(
         own: The values of this rank's part, times its fraction.
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
-    parts = all_gather_object(dict(own), _DOING, group)
+    parts = all_gather_object(dict(own), _PURPOSE, group)
     joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
     sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
     differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
-    if not broadcast_object(differ, _DOING, group):
+    if not broadcast_object(differ, _PURPOSE, group):
         return ""
     repeated = again()
     named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
-    if not broadcast_object(named, _DOING, group):
+    if not broadcast_object(named, _PURPOSE, group):
         return ""
     remedy = (
         'Log a mean over the samples, or over what weight= counts, if it is given; a count with reduce_fx="sum" or as '
         "a torchmetrics.SumMetric; anything else, computed from all samples, as a metric."
     )
-    return str(broadcast_object(f"{', '.join(named)}. {remedy}", _DOING, group))
+    return str(broadcast_object(f"{', '.join(named)}. {remedy}", _PURPOSE, group))
 
 
 def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Raise if ranks have different gradients of the whole batch, which each of them has loaded. A collective."""
-    squares = all_gather_object(sum(float(gradient.norm()) ** 2 for gradient in expected), _DOING, group)
+    squares = all_gather_object(sum(float(gradient.norm()) ** 2 for gradient in expected), _PURPOSE, group)
     others = [rank for rank, own in enumerate(squares) if not math.isclose(own, squares[0], rel_tol=_TELLING)]
     if others:
         raise MismatchError(
@@ -402,7 +402,7 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
         found = compute()
     except Exception as error:  # also if memory does not suffice
         failure = error
-    if any_rank(found is None, _DOING, group):
+    if any_rank(found is None, _PURPOSE, group):
         raise ConfigurationError(f"the gradient cannot be computed during training ({failure!r} on this rank).")
     return found
 
@@ -445,7 +445,7 @@ def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
     """Return this rank's fraction of the total weight. A collective if the total is unknown."""
     own, total = weight()
     if total is None:
-        total = float(all_reduce(torch.tensor([own], dtype=torch.float64), _DOING, group))
+        total = float(all_reduce(torch.tensor([own], dtype=torch.float64), _PURPOSE, group))
     return own / total if total else 0.0
 
 
@@ -466,7 +466,7 @@ def _weighed_gradients(loss: torch.Tensor, fraction: float, module: nn.Module) -
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Yield the sums of the gradients times ``factor`` over the ranks, one at a time to save memory. A collective."""
-    return (all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients)
+    return (all_reduce((own * factor).view(-1), _PURPOSE, group).view_as(own) for own in gradients)
 
 
 @contextmanager

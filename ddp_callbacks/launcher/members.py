@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import End
+from ddp_callbacks.launcher.first_failure import End
 
 _MOST = 3  # successors of a rank in succession that die soon
 _SOON = 10.0  # seconds after they have joined

@@ -13,7 +13,7 @@ from signal import SIGTERM, Signals
 from ddp_callbacks.cluster.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.failures import End, announced, first_cause, is_ready, last_words
+from ddp_callbacks.launcher.first_failure import End, announced, first_cause, is_ready, last_words
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.meant import misplaced

@@ -17,7 +17,7 @@ from ddp_callbacks.process_group import get_rank
 
 Load = Callable[[], dict[str, Any]]
 
-_DOING = "what the ranks resume from"
+_PURPOSE = "what the ranks resume from"
 
 
 def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
         loaded, missing = load(), None
     except OSError as error:
         loaded, missing = {}, error
-    has_file = all_gather_object(missing is None, _DOING)
+    has_file = all_gather_object(missing is None, _PURPOSE)
     if all(has_file):
         return loaded
     if not has_file[0]:
@@ -48,7 +48,7 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
     file = io.BytesIO()
     if get_rank() == 0:
         torch.save(loaded, file)
-    file = broadcast_file(file if get_rank() == 0 else None, _DOING)
+    file = broadcast_file(file if get_rank() == 0 else None, _PURPOSE)
     return loaded if missing is None else torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
@@ -59,7 +59,7 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
     """
 
     def resume(resume_start: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
-        paths = all_gather_object(None if path is None else str(path), _DOING)
+        paths = all_gather_object(None if path is None else str(path), _PURPOSE)
         if paths[0] is None:
             remedy = "The checkpoint must be on the disk of rank 0, which decides from what all resume."
             require_agreement({"resumes from": paths[get_rank()] or "nothing"}, "what they resume from", remedy)

@@ -137,8 +137,8 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         """Return whether ``decision`` is true on all ranks, or with ``all=False`` on any. A collective."""
         if self._is_alone():
             return bool(decision)
-        doing = "a decision"
-        return not any_rank(not decision, doing) if all else any_rank(bool(decision), doing)
+        purpose = "a decision"
+        return not any_rank(not decision, purpose) if all else any_rank(bool(decision), purpose)
 
     def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
         """Block until every rank is here."""

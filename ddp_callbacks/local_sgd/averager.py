@@ -13,8 +13,8 @@ from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
 from ddp_callbacks.gradients.compression import DTYPES, Compress, check_compress
@@ -24,7 +24,7 @@ from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas.parameters import broadcast_all
 
-_DOING = "the averaging of the parameters"
+_PURPOSE = "the averaging of the parameters"
 
 
 class ParameterAverager:
@@ -87,7 +87,7 @@ class ParameterAverager:
         """Average the parameters that the module has now. A collective."""
         settings = {"sync": repr(self._sync), "bucket_cap_mb": self._bucket_cap_mb, "compress": self._compress}
         settings |= module_settings(self._module)
-        require_agreement(settings, _DOING, "Give every process the same model and the same settings.", self._group)
+        require_agreement(settings, _PURPOSE, "Give every process the same model and the same settings.", self._group)
         self._known = Parameters(self._module)
         if self._is_alone and isinstance(self._sync, LocalSGD):
             return
@@ -202,11 +202,11 @@ class ParameterAverager:
     def _agree(self) -> tuple[list[Fragment], float]:
         """Return the fragments that any rank has changed, and this rank's share of the total weight. A collective."""
         changed = [fragment.has_changed() for fragment in self._fragments]
-        rows = all_gather_object([self._steps, self._weight, changed], _DOING, self._group)
+        rows = all_gather_object([self._steps, self._weight, changed], _PURPOSE, self._group)
         if len({steps for steps, _, _ in rows}) > 1:
             steps = {"steps since the last time": self._steps}
             remedy = "Every rank must count each step, even one for which it has no sample (weight 0)."
-            require_agreement(steps, _DOING, remedy, self._group)
+            require_agreement(steps, _PURPOSE, remedy, self._group)
         total = sum(weight for _, weight, _ in rows)
         share = self._weight / total if total else 1 / len(rows)
         by_fragment = zip(*(flags for _, _, flags in rows), strict=True)
@@ -220,7 +220,7 @@ class ParameterAverager:
             self._memories[kind] = make(numel, *kind)
         memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
         if self._all_reduce is not None:
-            self._all_reduce.launch(memory, _DOING).wait()
+            self._all_reduce.launch(memory, _PURPOSE).wait()
         return memory
 
 

@@ -5,7 +5,7 @@
 - :mod:`.failures`: waits in slices, and checks in between whether another rank has failed; :mod:`.diagnosis`: why a
   wait is in vain, or broke
 - The control channel: :mod:`.coordinator` decides in rank 0 which ranks have failed, died or left, or wait in vain, and
-  lists the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
+  lists the messages; :mod:`.server`: the thread around it; :mod:`.control_channel`: one line of JSON is one message
 - :mod:`.presence`: a rank's end of the channel; :mod:`.client`: its thread, the messages it has heard, and gatherings
   of all ranks; :mod:`.places`: the exchange that a rank is in
 - :mod:`.moments`: all ranks act at the same moment, once one of them has asked to; :mod:`.preemption`: they stop

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from ddp_callbacks.cluster.environment import SECRET
-from ddp_callbacks.process_group.connection import Connection, Message
+from ddp_callbacks.process_group.control_channel import Connection, Message
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.server import THREAD
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.control_channel import Message
 from ddp_callbacks.process_group.places import Place
 
 FOREVER = None  # in place of a run: the end of a process
@@ -152,10 +152,10 @@ class Coordinator:
 
     def _on_wait(self, rank: int, message: Message, now: float) -> None:
         mine = Place(**message["place"])
-        self._forget(rank, mine.doing)
+        self._forget(rank, mine.purpose)
         exchange = self._exchanges.setdefault(_key(mine), _Exchange(mine, now))
         exchange.waits[rank] = wait = _Wait(_shared(mine, exchange.place), now if message["broke"] else None)
-        self._waits.setdefault(rank, {})[mine.doing] = exchange
+        self._waits.setdefault(rank, {})[mine.purpose] = exchange
         for other in self._exchanges.values():
             if other is not exchange and other.place.is_comparable(mine) and other.place.misses(rank, mine):
                 self._find_mismatch(rank, wait, other)
@@ -168,7 +168,7 @@ class Coordinator:
         for other, theirs in exchange.waits.items():
             if other != rank and wait.place.misses(other, theirs.place):
                 both = sorted([(rank, wait.place), (other, theirs.place)], key=lambda each: each[0])
-                text = ", while ".join(f"{self._name(each)} waits for {at.doing} ({at.line})" for each, at in both)
+                text = ", while ".join(f"{self._name(each)} waits for {at.purpose} ({at.line})" for each, at in both)
                 self._end(wait.place.run, {"kind": "mismatch", "text": f"{text}. {REMEDY}"})
                 return
 
@@ -203,7 +203,7 @@ class Coordinator:
             awaited = exchange.place
             is_missing = awaited.run == place.run and not place.waits and awaited.misses(rank, place)
             if is_missing and place.torch and place.sequence > awaited.sequence >= 0:
-                waits = f"{self._name(next(iter(exchange.waits)))} waits for {awaited.doing}"
+                waits = f"{self._name(next(iter(exchange.waits)))} waits for {awaited.purpose}"
                 text = f"{waits}, while {self._elsewhere(rank)} {REMEDY}"
                 self._end(awaited.run, {"kind": "mismatch", "text": text})
         self._hear_of(rank, now, asked)
@@ -286,7 +286,7 @@ class Coordinator:
 
     def _tell(self, rank: int, wait: _Wait, **what: Any) -> None:
         wait.is_told = True
-        self._send([rank], {"event": "told", "about": wait.place.doing, "run": wait.place.run, **what})
+        self._send([rank], {"event": "told", "about": wait.place.purpose, "run": wait.place.run, **what})
 
     def _heard(self, rank: int) -> float:
         """Return when the question was asked that a rank has answered last."""
@@ -301,7 +301,7 @@ class Coordinator:
         place = self._places[rank][1]
         at = f"waits in torch.distributed's {place.torch} at" if place.torch else "is at"
         return (
-            f"{self._name(rank)} is not in any collective of ddp_callbacks: it last was in {place.doing}, and {at} "
+            f"{self._name(rank)} is not in any collective of ddp_callbacks: it last was in {place.purpose}, and {at} "
             f"{place.line}."
         )
 
@@ -337,10 +337,10 @@ class Coordinator:
         awaited = set[int]().union(*(place.members or () for place in places))
         return [each for each in here if each in awaited]
 
-    def _forget(self, rank: int, doing: str | None = None) -> None:
+    def _forget(self, rank: int, purpose: str | None = None) -> None:
         """Forget the wait of a rank for a purpose, or all its waits."""
         waits = self._waits.get(rank, {})
-        for about in list(waits) if doing is None else {doing} & waits.keys():
+        for about in list(waits) if purpose is None else {purpose} & waits.keys():
             exchange = waits.pop(about)
             del exchange.waits[rank]
             if not exchange.waits:
@@ -361,7 +361,7 @@ class Coordinator:
 
 def _key(place: Place) -> Any:
     """Return what is equal for all ranks that wait in the same exchange."""
-    return place.run, place.doing, place.turn, place.failed, place.members and tuple(place.members)
+    return place.run, place.purpose, place.turn, place.failed, place.members and tuple(place.members)
 
 
 def _shared(place: Place, other: Place) -> Place:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ddp_callbacks.errors import MismatchError, PeerError
-from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.control_channel import Message
 from ddp_callbacks.process_group.coordinator import GRACE
 from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.presence import Presence, presence
@@ -16,9 +16,9 @@ from ddp_callbacks.process_group.presence import Presence, presence
 def look(here: Presence, place: Place, begins: bool) -> None:
     """Raise if this rank has heard that its wait cannot succeed any more. Does not block."""
     if end := here.end_of_run(begins):
-        raise error_of(here, end, place.doing)
+        raise error_of(here, end, place.purpose)
     if ranks := _absent(here, place):
-        raise _left(here, ranks, place.doing)
+        raise _left(here, ranks, place.purpose)
 
 
 def _absent(here: Presence, place: Place) -> list[int]:
@@ -29,35 +29,35 @@ def _absent(here: Presence, place: Place) -> list[int]:
     return list((here.told(place) or {}).get("absent", []))
 
 
-def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
+def diagnose(group: dist.ProcessGroup, purpose: str, error: Exception) -> PeerError | MismatchError:
     """Find out why a wait broke with ``error``: which ranks failed, left or died. Blocks for four seconds at most."""
     here = presence()
-    place, heard = here.place(doing, group), here.heard
+    place, heard = here.place(purpose, group), here.heard
     with here.waiting(place, broke=True):
         heard.wait_for(lambda: here.end_of_run() or here.told(place) or heard.get("closing"), 2 * GRACE)
     if end := here.end_of_run():
-        return error_of(here, end, doing, f" First error: {error}")
+        return error_of(here, end, purpose, f" First error: {error}")
     absent = _absent(here, place)
     if heard.get("closing") or absent:  # without rank 0, nobody knows whether another rank has ended
-        return _left(here, absent or [0], doing, f" First error: {error}")
+        return _left(here, absent or [0], purpose, f" First error: {error}")
     late = "".join(f" {each}" for each in (here.told(place) or {}).get("late", []))
     return PeerError(
-        f"{here.name} waited for {doing} in vain, though every rank is alive: one did not come within the timeout, or "
-        f"a connection broke.{late} First error: {error}"
+        f"{here.name} waited for {purpose} in vain, though every rank is alive: one did not come within the timeout, "
+        f"or a connection broke.{late} First error: {error}"
     )
 
 
-def error_of(here: Presence, end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
-    """Return the error for the end of a run, in a wait for ``doing``."""
+def error_of(here: Presence, end: Message, purpose: str, first_error: str = "") -> PeerError | MismatchError:
+    """Return the error for the end of a run, in a wait for ``purpose``."""
     if end["kind"] == "mismatch":
         return MismatchError(end["text"])
     if end["kind"] == "gone":
         why = f" ({end['why']})" if "why" in end else ""
-        turn = here.exchanges.turn(doing)
+        turn = here.exchanges.turn(purpose)
         which = f", number {turn} of this run" if turn > 1 else ""
         return PeerError(
             f"{here.describe(*end['ranks'])} died or went silent{why} while {here.name} was waiting for "
-            f"{doing}{which}. Check the output of that process and the kernel log of its host (out of memory, power, "
+            f"{purpose}{which}. Check the output of that process and the kernel log of its host (out of memory, power, "
             f"network).{first_error}",
             *end["ranks"],
         )
@@ -70,9 +70,9 @@ def error_of(here: Presence, end: Message, doing: str, first_error: str = "") ->
     )
 
 
-def _left(here: Presence, ranks: Sequence[int], doing: str, first_error: str = "") -> PeerError:
+def _left(here: Presence, ranks: Sequence[int], purpose: str, first_error: str = "") -> PeerError:
     return PeerError(
-        f"{here.describe(*ranks)} left the run while {here.name} still waits for {doing}. Every "
+        f"{here.describe(*ranks)} left the run while {here.name} still waits for {purpose}. Every "
         f"rank must make the same calls (run, evaluate and predict too) the same number of times.{first_error}",
         *ranks,
     )

@@ -54,12 +54,12 @@ def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
     return presence().describe(dist.get_global_rank(group, rank))
 
 
-def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
+def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
     """Block until ``pending`` is complete.
 
     Args:
         pending: The work handle of a collective; see :func:`of_device` for collectives on GPUs.
-        doing: The purpose of the collective, for messages: "the gradients of 0.weight". If the caller has passed it to
+        purpose: What the collective is for, for messages: "the gradients of 0.weight". If the caller has passed it to
             :func:`ddp_callbacks.process_group.presence.enter`, deadlocks are detected too.
         group: The process group that communicates.
 
@@ -72,21 +72,21 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     run = 0 if here is None else here.run
     try:
         if not _wait_first_slices(pending, here):
-            _wait_long(pending, doing, group, run)
-        if is_aborted() and doing != BEGIN:
+            _wait_long(pending, purpose, group, run)
+        if is_aborted() and purpose != BEGIN:
             raise RuntimeError(_ABORTED)  # the result may be meaningless
     except (MismatchError, RuntimeError) as error:
-        _fail(error, doing, group, run)
+        _fail(error, purpose, group, run)
 
 
 @contextmanager
-def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
+def launching(purpose: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Launch collectives inside this context: if this rank has lost its connections, raise the errors of :func:`wait`.
 
     Other exceptions, such as for a tensor of the wrong dtype, pass through.
 
     Args:
-        doing, group: As for :func:`wait`.
+        purpose, group: As for :func:`wait`.
 
     Raises:
         PeerError: Another rank failed or died, so that this rank's operations on GPUs were aborted, or the backend
@@ -100,34 +100,34 @@ def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not is_aborted() and not isinstance(error, dist.DistError):
             raise
-        _fail(error, doing, group, presence().run)
+        _fail(error, purpose, group, presence().run)
 
 
-def _fail(error: Exception, doing: str, group: dist.ProcessGroup, run: int) -> NoReturn:
+def _fail(error: Exception, purpose: str, group: dist.ProcessGroup, run: int) -> NoReturn:
     """Raise the reason for a broken wait. The run has failed, unless the wait belongs to an earlier run."""
     if _is_of_earlier_run(group, run):
-        raise PeerError(f"{doing}: its run is over") from error
+        raise PeerError(f"{purpose}: its run is over") from error
     presence().failed = True
     if isinstance(error, PeerError | MismatchError):
         raise error
-    raise diagnose(group, doing, error) from error
+    raise diagnose(group, purpose, error) from error
 
 
 def _is_of_earlier_run(group: dist.ProcessGroup, run: int) -> bool:
     return run != presence().run or group not in known_groups()
 
 
-def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int) -> None:
-    here, begins = presence(), doing == BEGIN
+def _wait_long(pending: Pending, purpose: str, group: dist.ProcessGroup, run: int) -> None:
+    here, begins = presence(), purpose == BEGIN
     started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
     # At the begin of the next run, a rank waits for the others to give up the failed run.
-    place = here.place(doing, group, started, failed=begins and here.failed)
+    place = here.place(purpose, group, started, failed=begins and here.failed)
     is_beside_training = threading.current_thread().name.startswith(OWN_THREADS)
     with nullcontext() if is_beside_training else here.waiting(place):
         look(here, place, begins)
         while not _wait_slice(pending):
             if _is_of_earlier_run(group, run):
-                raise PeerError(f"{doing}: its run is over")
+                raise PeerError(f"{purpose}: its run is over")
             look(here, place, begins)
 
 
@@ -166,28 +166,28 @@ def _report(run: int | None, exception: BaseException) -> None:
 # --- mismatches -------------------------------------------------------------------------------------------------------
 
 
-def tag_of(doing: str) -> int:
+def tag_of(purpose: str) -> int:
     """Return a number that identifies the purpose of an exchange in its message; a float64 holds it exactly."""
-    return zlib.crc32(doing.encode())
+    return zlib.crc32(purpose.encode())
 
 
-def require_tags(tags: Sequence[object], doing: str, group: dist.ProcessGroup) -> None:
+def require_tags(tags: Sequence[object], purpose: str, group: dist.ProcessGroup) -> None:
     """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
     Args:
         tags: Each rank's :func:`tag_of`, in any form.
-        doing: The purpose of this rank's exchange, which it has entered.
+        purpose: What this rank's exchange is for, which it has entered.
         group: The ranks' process group.
     """
     if all(tag == tags[0] for tag in tags):
         return
     here = presence()
     here.failed = True
-    with here.waiting(here.place(doing, group)):  # rank 0 then sees that the ranks wait for each other
+    with here.waiting(here.place(purpose, group)):  # rank 0 then sees that the ranks wait for each other
         end: Any = here.heard.wait_for(here.end_of_run, LINGER)
     if end:
-        raise error_of(here, end, doing)
-    raise MismatchError(f"{here.name} exchanges {doing}, others do not. {REMEDY}")
+        raise error_of(here, end, purpose)
+    raise MismatchError(f"{here.name} exchanges {purpose}, others do not. {REMEDY}")
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------

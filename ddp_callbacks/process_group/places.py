@@ -27,7 +27,7 @@ class Place:
 
     Attributes:
         run: The number of the rank's run.
-        doing: The purpose of the exchange.
+        purpose: What the exchange is for.
         turn: How often the rank has entered this kind of exchange in this run; 0 if it is not counted.
         turns: The same for each kind that it has entered: what is not in there, it has never entered.
         sequence: The number of torch's collectives that the rank has started before; -1 if unknown.
@@ -39,7 +39,7 @@ class Place:
     """
 
     run: int
-    doing: str
+    purpose: str
     turn: int
     turns: dict[str, int]
     sequence: int = -1
@@ -55,7 +55,7 @@ class Place:
 
     def misses(self, rank: int, other: Place) -> bool:
         """Whether this exchange still lacks ``rank``, which is at ``other``."""
-        return self.concerns(rank) and other.turns.get(self.doing, 0) < self.turn
+        return self.concerns(rank) and other.turns.get(self.purpose, 0) < self.turn
 
     def is_comparable(self, other: Place) -> bool:
         """Whether both are in the same run, and not there because of a failure."""
@@ -68,7 +68,7 @@ class Place:
             leaver: The place of that rank when it left.
             at_once: Whether its messages on the way are known to be lost, so that waiting for them is useless.
         """
-        if leaver.run == self.run and self.turn and leaver.turns.get(self.doing, 0) >= self.turn:
+        if leaver.run == self.run and self.turn and leaver.turns.get(self.purpose, 0) >= self.turn:
             return math.inf  # it has entered the exchange, and its messages are on the way
         if leaver.failed:
             return _FOLLOWED
@@ -109,15 +109,15 @@ class Exchanges:
         self.last, self.entered = "nothing yet", 0
         self._turns: dict[str, int] = {}
 
-    def enter(self, doing: str) -> None:
-        """Count an exchange for ``doing``."""
-        self._turns[doing] = self._turns.get(doing, 0) + 1
-        self.last = doing
+    def enter(self, purpose: str) -> None:
+        """Count an exchange for ``purpose``."""
+        self._turns[purpose] = self._turns.get(purpose, 0) + 1
+        self.last = purpose
         self.entered += 1
 
-    def turn(self, doing: str) -> int:
-        """Return how often this rank has entered ``doing`` in this run: for gradients, the number of the step."""
-        return self._turns.get(doing, 0)
+    def turn(self, purpose: str) -> int:
+        """Return how often this rank has entered ``purpose`` in this run: for gradients, the number of the step."""
+        return self._turns.get(purpose, 0)
 
     def turns(self) -> dict[str, int]:
         """Return the counts of all kinds of exchanges."""

@@ -30,7 +30,7 @@ from ddp_callbacks._torch import (
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.client import Client, Gathering
-from ddp_callbacks.process_group.connection import Message, limits
+from ddp_callbacks.process_group.control_channel import Message, limits
 from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.places import DrawnBatches, Exchanges, Place, where
 from ddp_callbacks.process_group.server import Server
@@ -119,7 +119,7 @@ class Presence:
 
     # --- exchanges and runs -------------------------------------------------------------------------------------------
 
-    def enter(self, doing: str) -> None:
+    def enter(self, purpose: str) -> None:
         """Note that this rank takes part in an exchange. Costs a microsecond; sends nothing.
 
         Raises:
@@ -128,9 +128,9 @@ class Presence:
         if self.alone_in is not None:
             raise ConfigurationError(
                 f"{self.alone_in} runs on one process while the others wait for it, so it cannot take part in "
-                f"{doing}, for which all are needed. Do it in a hook that all processes call, such as setup."
+                f"{purpose}, for which all are needed. Do it in a hook that all processes call, such as setup."
             )
-        self.exchanges.enter(doing)
+        self.exchanges.enter(purpose)
 
     def begin(self, run: int) -> None:
         """Begin a run: forget the previous one. Local."""
@@ -140,28 +140,28 @@ class Presence:
         self.beginning = None
         self.heard.forget_before(run)
 
-    def place(self, doing: str, group: dist.ProcessGroup | None, started: int = 0, **more: Any) -> Place:
-        """Return the place of this rank in the exchange ``doing``, for which it has ``started`` torch collectives."""
+    def place(self, purpose: str, group: dist.ProcessGroup | None, started: int = 0, **more: Any) -> Place:
+        """Return the place of this rank in the exchange ``purpose``, for which it has ``started`` torch collectives."""
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
         entered = self.exchanges
-        return Place(self.run, doing, entered.turn(doing), entered.turns(), sequence, members, **more)
+        return Place(self.run, purpose, entered.turn(purpose), entered.turns(), sequence, members, **more)
 
     @contextlib.contextmanager
     def waiting(self, place: Place, broke: bool = False) -> Iterator[None]:
         """Let rank 0 know that, inside, this rank waits at ``place``, or finds out why its wait there ``broke``."""
         self._waits += 1
-        self.heard.pop("told", place.doing, place.run)
+        self.heard.pop("told", place.purpose, place.run)
         self.client.send({"event": "wait", "place": asdict(place) | {"line": where()[1]}, "broke": broke})
         try:
             yield
         finally:
             self._waits -= 1
-            self.client.send({"event": "done", "about": place.doing})
+            self.client.send({"event": "done", "about": place.purpose})
 
     def told(self, place: Place) -> Message | None:
         """Return rank 0's answer about the ranks that this one waits for at ``place``; ``None`` if there is none."""
-        return self.heard.get("told", place.doing, place.run)
+        return self.heard.get("told", place.purpose, place.run)
 
     def gathering(self, name: str, run: int | None = FOREVER, members: list[int] | None = None) -> Gathering:
         """Return a gathering in the default group. Its name is equal on all ranks, and used once per run."""
@@ -304,9 +304,9 @@ def has_joined() -> bool:
     return _current is not None
 
 
-def enter(doing: str) -> None:
-    """Note that this rank takes part in an exchange for ``doing``. Sends nothing."""
-    presence().enter(doing)
+def enter(purpose: str) -> None:
+    """Note that this rank takes part in an exchange for ``purpose``. Sends nothing."""
+    presence().enter(purpose)
 
 
 @contextlib.contextmanager

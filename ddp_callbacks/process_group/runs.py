@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from ddp_callbacks._torch import Backend, accelerators_of, backends_of, known_groups, sequence_number, timeout_of
-from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.control_channel import Message
 from ddp_callbacks.process_group.failures import BEGIN, enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS, presence
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.cluster.environment import SECRET
 from ddp_callbacks.cluster.network import is_loopback, own_addresses, route_to
-from ddp_callbacks.process_group.connection import CLOSED_IN_CHILDREN, Connection, Message, encode
+from ddp_callbacks.process_group.control_channel import CLOSED_IN_CHILDREN, Connection, Message, encode
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
 
 THREAD = "ddp_callbacks control"

@@ -171,15 +171,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
     """
     if get_world_size(group) == 1:
         return
-    doing, device = "the optimizer's state", torch.device("cpu")
+    purpose, device = "the optimizer's state", torch.device("cpu")
     header, tensors = pack(optimizer.state_dict() if get_rank(group) == 0 else None)
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    header, specs = broadcast_object([header, specs], doing, group)
+    header, specs = broadcast_object([header, specs], purpose, group)
     if get_rank(group) == 0:
         tensors = [tensor.detach().to(device) for tensor in tensors]
     else:
         tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for name, shape in specs]
-    broadcast_all(tensors, doing, group)
+    broadcast_all(tensors, purpose, group)
     if get_rank(group) != 0:
         optimizer.load_state_dict(unpack(header, tensors))
 
@@ -211,16 +211,16 @@ def _gpus_of(module: torch.nn.Module) -> list[str]:
     return sorted(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
-def broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
+def broadcast_all(tensors: list[torch.Tensor], purpose: str, group: dist.ProcessGroup | None) -> None:
     """Broadcast tensors in place: pack small ones into messages, and send large ones without a copy."""
     small = [tensor.detach() for tensor in tensors if tensor.nbytes < MESSAGE_NBYTES]
     for start in range(0, len(small), _PACKED):
         some = small[start : start + _PACKED]
-        for tensor, found in zip(some, broadcast_object(some, doing, group), strict=True):
+        for tensor, found in zip(some, broadcast_object(some, purpose, group), strict=True):
             tensor.copy_(found)
     for tensor in tensors:
         if tensor.nbytes >= MESSAGE_NBYTES:
-            broadcast(tensor.detach(), doing, group)
+            broadcast(tensor.detach(), purpose, group)
 
 
 def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
-from ddp_callbacks.process_group.connection import Connection
+from ddp_callbacks.process_group.control_channel import Connection
 
 Op = dist.ReduceOp
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

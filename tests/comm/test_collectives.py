@@ -27,7 +27,7 @@ from ddp_callbacks.comm.collectives import (
     broadcast,
     broadcast_object,
 )
-from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.errors import MismatchError

@@ -23,8 +23,8 @@ from ways import Way
 from ddp_callbacks.comm import hierarchical
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
-from ddp_callbacks.comm.hosts import Hosts, new_subgroup
 from ddp_callbacks.comm.protocol import AllReduce
+from ddp_callbacks.comm.topology import Hosts, new_subgroup
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import join_process_group, resolve_group
 

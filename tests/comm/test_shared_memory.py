@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, join_process_group
 from ddp_callbacks.cluster import environment
-from ddp_callbacks.comm import hosts, mailbox
+from ddp_callbacks.comm import mailbox, topology
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
-from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.presence import presence
 
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
     dist.barrier(group := dist.new_group())  # its connections are open
     before = descriptors()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "Mailbox", raises)
+        patch.setattr(topology, "Mailbox", raises)
         assert isinstance(choose_all_reduce(group, CPU), ProcessGroupAllReduce)
     assert descriptors() == before
 

@@ -22,7 +22,7 @@ from survival import KINDS, OPTIMIZERS, SEED, Plan, prove
 from ddp_callbacks import join_process_group
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.cluster.environment import KEEP_GOING
-from ddp_callbacks.comm.hosts import new_subgroup
+from ddp_callbacks.comm.topology import new_subgroup
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import resolve_group, survivors
 

@@ -32,7 +32,7 @@ from ddp_callbacks.comm.collectives import (
     broadcast_object,
 )
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
-from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, report_failure, wait

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.cluster import environment
-from ddp_callbacks.comm.hosts import Hosts, hosts_of
+from ddp_callbacks.comm.topology import Hosts, hosts_of
 from kit.costs import count
 from kit.machine import Slowness
 from kit.paths import python_path

@@ -8,7 +8,7 @@ import pytest
 from kit.commands import DEADLINE, environment, finish, start
 from kit.paths import ROOT
 
-from ddp_callbacks.launcher.failures import read_record
+from ddp_callbacks.launcher.first_failure import read_record
 
 HOOK = ROOT / "ddp_callbacks" / "launcher" / "hook"
 DISAGREE = """\

@@ -19,7 +19,7 @@ from ddp_callbacks.cluster.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import failures
 from ddp_callbacks.process_group.client import Board
-from ddp_callbacks.process_group.connection import Connection, Message
+from ddp_callbacks.process_group.control_channel import Connection, Message
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Sent
 from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.server import Server
@@ -40,13 +40,13 @@ def to_all(**message: Any) -> list[tuple[int, Any]]:
     return [(rank, message) for rank in range(SIZE)]
 
 
-def at(doing: str, turn: int = 1, **other: Any) -> dict[str, Any]:
-    turns = other.pop("turns", {doing: turn} if turn else {})
-    return asdict(Place(0, doing, turn, turns, **{"line": "a.py:3"} | other))
+def at(purpose: str, turn: int = 1, **other: Any) -> dict[str, Any]:
+    turns = other.pop("turns", {purpose: turn} if turn else {})
+    return asdict(Place(0, purpose, turn, turns, **{"line": "a.py:3"} | other))
 
 
-def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
-    return {"event": "wait", "place": at(doing, turn, **other), "broke": broke}
+def wait(purpose: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
+    return {"event": "wait", "place": at(purpose, turn, **other), "broke": broke}
 
 
 def leave(failed: bool = False, turns: dict[str, int] | None = None) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def ask(note: Any, name: str = "s", members: list[int] | None = None) -> dict[st
     return {"event": "ask", "about": name, "run": 0, "members": members, "note": note}
 
 
-def told(rank: int, doing: str, **what: Any) -> tuple[int, Any]:
-    return rank, {"event": "told", "about": doing, "run": 0, **what}
+def told(rank: int, purpose: str, **what: Any) -> tuple[int, Any]:
+    return rank, {"event": "told", "about": purpose, "run": 0, **what}
 
 
 def said(event: str, name: str, **what: Any) -> dict[str, Any]:

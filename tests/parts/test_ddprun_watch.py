@@ -15,7 +15,7 @@ import pytest
 
 from ddp_callbacks.auto import _Alone
 from ddp_callbacks.launcher.connection import Event
-from ddp_callbacks.launcher.failures import End
+from ddp_callbacks.launcher.first_failure import End
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports as node_reports
 from ddp_callbacks.launcher.options import parse_options

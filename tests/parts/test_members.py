@@ -19,7 +19,7 @@ from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.cluster.environment import KEEP_GOING, NEWS, WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError
 from ddp_callbacks.process_group import rendezvous, survivors
-from ddp_callbacks.process_group.connection import end_when_silent
+from ddp_callbacks.process_group.control_channel import end_when_silent
 from ddp_callbacks.process_group.members import Members
 
 SIZE = 4
@@ -261,8 +261,8 @@ def test_a_call_that_is_entered_again_begins_with_the_attributes_of_its_first_be
 def test_a_call_that_is_over_everywhere_returns_although_a_process_has_died_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def lose(flag: bool, doing: str) -> None:
-        raise PeerError(doing)
+    def lose(flag: bool, purpose: str) -> None:
+        raise PeerError(purpose)
 
     monkeypatch.setattr(recovery, "any_rank", lose)
     monkeypatch.setattr(recovery, "form_anew", lambda error: True)

@@ -26,8 +26,8 @@ from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
-from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.segments import SWITCH
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.gradients import GradientSynchronizer
 
 FEATURES = 4

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 
 BASELINE = "gloo"

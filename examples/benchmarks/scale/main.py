@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.process_group.connection import encode
+from ddp_callbacks.process_group.control_channel import encode
 from ddp_callbacks.process_group.coordinator import Coordinator
 from ddp_callbacks.process_group.places import Place
 

@@ -34,12 +34,12 @@ _say_once = cache(say)
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Hosts] = weakref.WeakKeyDictionary()
 
 
-def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None = None) -> list[bytes]:
+def all_gather_bytes(message: bytes, purpose: str, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Gather every rank's message, in rank order. A collective; blocks until all ranks have called it.
 
     Args:
         message: This rank's message, of any length.
-        doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
+        purpose: For error messages: "the loss of an epoch". The same on every rank.
         group: The ranks' process group, of at least two ranks; ``None`` is the default group.
 
     Raises:
@@ -48,21 +48,23 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
     """
     group = cpu_group(resolve_group(group))
     messenger = hosts_of(group).messenger
-    enter(doing)
+    enter(purpose)
     try:
-        gathered = messenger.gather(tag_of(doing).to_bytes(_TAG, "little") + message, doing)
+        gathered = messenger.gather(tag_of(purpose).to_bytes(_TAG, "little") + message, purpose)
     except BaseException:
         # The exchange may have broken off at different places: let the next run notice, and form a new group.
-        enter(f"{doing}, broken off on rank {dist.get_rank()}")
+        enter(f"{purpose}, broken off on rank {dist.get_rank()}")
         raise
-    require_tags([found[:_TAG] for found in gathered], doing, group)
+    require_tags([found[:_TAG] for found in gathered], purpose, group)
     return [found[_TAG:] for found in gathered]
 
 
 def new_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> dist.ProcessGroup | None:
     """Make a process group of some of a group's ranks, see :func:`.subgroups.make_subgroup`. A collective."""
     hosts_of(group)  # before we count groups: it makes some
-    return make_subgroup(ranks, group, partial(all_gather_bytes, doing="further process groups", group=group), backend)
+    return make_subgroup(
+        ranks, group, partial(all_gather_bytes, purpose="further process groups", group=group), backend
+    )
 
 
 def choose_all_reduce(
@@ -129,7 +131,7 @@ class Hosts:
     def _make_leaders(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         """Make a group of each host's first rank, to exchange the hosts' messages; ``None`` on others. A collective."""
         first = [ranks[0] for ranks in self.ranks]
-        gather = partial(self.messenger.gather, doing=OPENING)
+        gather = partial(self.messenger.gather, purpose=OPENING)
         return make_subgroup(first if group.rank() in first else [], group, gather)
 
     def _make_everywhere(self, make: Callable[[], Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ddp_callbacks.launcher.failures import End, Record, first_cause, read_record
+from ddp_callbacks.launcher.first_failure import End, Record, first_cause, read_record
 from ddp_callbacks.reporting.stacks import innermost, summary
 
 DISAGREE = """\
