@@ -7,8 +7,8 @@
 - :mod:`.comm_hooks`, :mod:`.compression`: DDP's communication hooks, and compressed gradients
 - :mod:`.weighing`: what each rank's loss counts; :mod:`.cross_entropy`: what a mean cross entropy is divided by;
   :mod:`.loss_watch`: is the loss a number
-- :mod:`.verification`: is the sum the gradient of the whole batch; :mod:`.copies`: copies of a model, which leave no
-  trace
+- :mod:`.verification`: is the sum the gradient of the whole batch; :mod:`.first_batch` computes both, on
+  :mod:`.copies` of the model, which leave no trace
 """
 
 from ddp_callbacks.gradients.synchronizer import GradientSynchronizer

@@ -13,7 +13,8 @@ from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
-from ddp_callbacks.gradients.verification import Computation, FirstBatch, Verify, check_first_batch, check_logged
+from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
+from ddp_callbacks.gradients.verification import Verify, check_first_batch, check_logged
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of

@@ -22,8 +22,9 @@ from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
 from ddp_callbacks.gradients.comm_hooks import CommHook
 from ddp_callbacks.gradients.compression import Compress, check_compress
+from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
 from ddp_callbacks.gradients.loss_watch import LossWatch
-from ddp_callbacks.gradients.verification import Computation, FirstBatch, Verify, check_first_batch, check_verify
+from ddp_callbacks.gradients.verification import Verify, check_first_batch, check_verify
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of

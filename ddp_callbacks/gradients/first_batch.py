@@ -1,0 +1,209 @@
+"""Compute the loss of a batch on copies: this rank's part of it, and the whole batch as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_callbacks._torch import BatchNorm, Dropout
+from ddp_callbacks.batch_norm.layers import synchronize_copy
+from ddp_callbacks.comm.collectives import all_reduce, any_rank
+from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
+from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
+from ddp_callbacks.gradients.weighing import silence
+from ddp_callbacks.randomness import Rows, WholeDraws
+
+Weight = Callable[[], tuple[float, float | None]]
+"""The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
+
+PURPOSE = "the comparison of a batch's gradients"
+_COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A loss, and the objects that computing it may change. A comparison computes it on copies of them.
+
+    Attributes:
+        parts: The module whose gradients are compared, and other objects, such as a loss function.
+        loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
+        instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
+        logged: Returns what the last call of ``loss_of`` has logged as means over its samples, by name.
+        draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
+    """
+
+    parts: Sequence[Any]
+    loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
+    instead: Mapping[int, Any] = field(default_factory=dict)
+    logged: Callable[[], Mapping[str, float]] = dict
+    draws: WholeDraws | None = None
+
+    def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
+        """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""
+        if self.draws is not None and rows is not None:
+            return self.draws.comparing(rows, copies[0])
+        for layer in copies[0].modules():
+            if isinstance(layer, Dropout):
+                layer.training = False
+            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+                layer.dropout = 0.0
+        return nullcontext()
+
+
+class FirstBatch(NamedTuple):
+    """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown."""
+
+    whole: Any
+    part: Any
+    weight: Weight
+    rows: Rows | None = None
+
+
+class Draws:
+    """The random numbers of a comparison: as on one process if that is known, else those of the whole batch differ.
+
+    The constructor is a collective.
+    """
+
+    def __init__(self, computation: Computation, group: dist.ProcessGroup | None) -> None:
+        self._shared, self._draws, self._group = SharedRandomState(group=group), computation.draws, group
+
+    def of_part(self, first: FirstBatch) -> AbstractContextManager[None]:
+        """Surround the computation of this rank's part, after one of the whole batch."""
+        if not self._is_exact(first):
+            return nullcontext()
+        self._shared.rewind()
+        return self._shared.drawing()
+
+    @contextmanager
+    def of_whole(self, first: FirstBatch) -> Iterator[Rows | None]:
+        """Surround a computation of the whole batch; yield its rows."""
+        rows = first.rows if self._is_exact(first) else None
+        if rows is not None:
+            self._shared.rewind()
+        with self._shared.drawing():
+            yield rows and Rows(0, rows.total, rows.total)
+
+    def _is_exact(self, first: FirstBatch) -> bool:
+        return self._draws is not None and first.rows is not None
+
+    def require_told(self) -> None:
+        """Raise if a draw of a part was not that of one process: the run tells which, by its layer. A collective."""
+        refusals = {} if self._draws is None else self._draws.refused
+        if any_rank(bool(refusals), PURPOSE, self._group):
+            raise ConfigurationError(
+                "the first batch cannot be compared, as its random numbers are not those of one process: "
+                f"{refusals or 'see another rank'}."
+            )
+
+    def remedy(self) -> str:
+        """Return what to do about random numbers, if any were drawn since the last rewind."""
+        if is_same_state(self._shared.state, self._shared.begin[:GLOBAL]):
+            return ""
+        return (
+            " It draws random numbers: draw those of the samples by torch, with the batch in the first dimension "
+            "(torch.randn_like(x)); NumPy and random draw the same on every process."
+        )
+
+
+def check_comparable(parts: Sequence[Any]) -> bool:
+    """Raise unless a comparison is useful for this model, and leaves no trace: torch compiles code for each size."""
+    layers = list(parts[0].modules())
+    is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
+    if is_compiled or any(normalizes_by_part(layer, always=True) for layer in layers) or any(map(shares_state, parts)):
+        raise ConfigurationError("the model is compiled, or it has BatchNorm without running statistics, or closures.")
+    return True
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def attempt_on_all(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
+    """Return ``compute()``. Unless the comparison is strict, all ranks give it up if one fails; then a collective.
+
+    Raises:
+        ConfigurationError: The comparison is not strict, and ``compute`` has failed on some rank.
+    """
+    if is_strict:
+        return compute()
+    found = failure = None
+    try:
+        found = compute()
+    except Exception as error:  # also if memory does not suffice
+        failure = error
+    if any_rank(found is None, PURPOSE, group):
+        raise ConfigurationError(f"the gradient cannot be computed during training ({failure!r} on this rank).")
+    return found
+
+
+def fraction_of(weight: Weight, group: dist.ProcessGroup | None) -> float:
+    """Return this rank's fraction of the total weight. A collective if the total is unknown."""
+    own, total = weight()
+    if total is None:
+        total = float(all_reduce(torch.tensor([own], dtype=torch.float64), PURPOSE, group))
+    return own / total if total else 0.0
+
+
+def weighed_gradients(loss: torch.Tensor, fraction: float, module: nn.Module) -> list[torch.Tensor]:
+    """Return the dense gradients of this rank's part, times its fraction; zeros if it has none.
+
+    With weight 0 they may be NaN. They count if layers exchange gradients in backward: those of other ranks' losses.
+    """
+    weighed = loss * fraction  # before backward, for these layers
+    counts = fraction or bool(silence(weighed))
+    inputs = list(trainable(module).values())
+    found = torch.autograd.grad(weighed, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
+    return [
+        (gradient.to_dense() if counts and gradient is not None else torch.zeros_like(parameter)).contiguous()
+        for gradient, parameter in zip(found, inputs, strict=True)
+    ]
+
+
+@contextmanager
+def random_states_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the global random states on exit, and those of the model's GPUs."""
+    state = get_global_state()
+    try:
+        with torch.random.fork_rng({parameter.device for parameter in module.parameters() if parameter.is_cuda}):
+            yield
+    finally:
+        set_global_state(state)
+
+
+def copies_of(computation: Computation, stack: ExitStack, is_strict: bool) -> list[Any]:
+    """Return copies of what a computation changes, unless strict without BatchNorm by each rank's part.
+
+    They live until ``stack`` is closed.
+    """
+    memo = dict(computation.instead)
+    try:
+        copies = stack.enter_context(copied(computation.parts, memo))
+    except Exception as error:
+        names = " or ".join(type(part).__name__ for part in computation.parts)
+        raise ConfigurationError(
+            f'verify="first_batch" computes copies, but copy.deepcopy cannot copy {names} '
+            f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
+        ) from error
+    if not is_strict:
+        stack.enter_context(calling_only(memo))
+    synchronize_copy(computation.parts[0], copies[0])
+    for layer in copies[0].modules():
+        if not is_strict and normalizes_by_part(layer):
+            layer.training = False
+    return copies
+
+
+def normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:
+    """Whether a BatchNorm layer normalizes by this rank's part now, in training; ``always``: in evaluation, too."""
+    if not isinstance(layer, BatchNorm) or getattr(layer, "is_synchronized", False):
+        return False
+    return layer.running_mean is None if always else layer.training
