@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection
@@ -66,6 +66,15 @@ class Members:
     def on(self, name: str) -> list[int]:
         """Return the ranks that take part on a node."""
         return [rank for rank in self.ranks if self._nodes[rank] == name]
+
+    def ends(self, started: Mapping[int, End]) -> list[End]:
+        """Return what is known about the ranks that take part and have ``started``, in rank order."""
+        return [end for rank, end in sorted(started.items()) if rank in self.ranks]
+
+    def have_all_ended(self, started: Mapping[int, End]) -> bool:
+        """Whether all ranks have ended; those of another node may not have started yet when the first ones end."""
+        ends = self.ends(started)
+        return len(ends) == len(self.ranks) and all(end.code is not None for end in ends)
 
     def nodes_without(self, ends: Sequence[End]) -> int:
         """Return the number of nodes that still have a rank once these ranks are lost."""

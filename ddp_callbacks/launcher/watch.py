@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import replace
-from signal import SIGTERM, Signals
+from signal import Signals
 
 from ddp_callbacks.cluster.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.first_failure import End, announced, first_cause, is_ready, last_words
+from ddp_callbacks.launcher.first_failure import End, announced, first_cause, is_ready
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
-from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
+from ddp_callbacks.launcher.outcome import Outcome, causes, where
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.reporting.collector import Collector
-from ddp_callbacks.reporting.page import write
 from ddp_callbacks.reporting.requests import JOINED, write_answer
-from ddp_callbacks.reporting.stacks import innermost, summary
-from ddp_callbacks.reporting.trace import write as write_trace
 
 _SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
-_USAGE = 2  # exit code of a program that does not know its arguments, and of ddprun if nothing was started
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 _CAUSE = 2.0  # the same if it only follows from another rank's end, which may take longer than its connections
 
@@ -60,7 +53,12 @@ class Watch:
             await self._end_those_kept_alive()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
-        return await asyncio.to_thread(self._conclude)
+        return await asyncio.to_thread(self._outcome().conclude)
+
+    def _outcome(self) -> Outcome:
+        names, was_failing = [node.plan.name for node in self._running], self._end_at is not None
+        known = self._members, self._ranks, self._lost, names
+        return Outcome(self._launch, self._output, self._report, *known, was_failing)
 
     async def _note(self, text: str) -> None:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
@@ -94,7 +92,7 @@ class Watch:
                 self._add_or_ask(hosts)
             case reports.Stacks():
                 running = [end for end in self._ends_of_members() if end.code is None]
-                await asyncio.to_thread(self._output.note_stacks, self._where(running))
+                await asyncio.to_thread(self._output.note_stacks, where(running))
             case reports.Says(text):
                 await self._note(text)
 
@@ -162,7 +160,7 @@ class Watch:
 
     def _follow(self, end: End) -> None:
         """Do what follows from the end of a rank that takes part."""
-        if self._have_all_ended() and not self._can_restart():
+        if self._members.have_all_ended(self._ranks) and not self._can_restart():
             self._launch.end()
         elif end.code and not self._launch.is_ending:
             self._take_failure(end)
@@ -187,13 +185,7 @@ class Watch:
             self._follow(late[0])
 
     def _ends_of_members(self) -> list[End]:
-        """Return what is known about the ranks that take part and have started."""
-        return [rank for number, rank in sorted(self._ranks.items()) if number in self._members.ranks]
-
-    def _have_all_ended(self) -> bool:
-        """Whether all ranks have ended; those of another node may not have started yet when the first ones end."""
-        ends = self._ends_of_members()
-        return len(ends) == len(self._members.ranks) and all(rank.code is not None for rank in ends)
+        return self._members.ends(self._ranks)
 
     def _take_failure(self, end: End) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
@@ -234,7 +226,7 @@ class Watch:
         """Continue without these ranks; ``what`` has happened."""
         self._members.lose(ends)
         await self._continue(what)
-        if self._have_all_ended():
+        if self._members.have_all_ended(self._ranks):
             self._launch.end()
 
     def _replace(self, node: Connection, lost: End) -> None:
@@ -310,7 +302,7 @@ class Watch:
         """After a preemption, restart once all ranks have written and ended, or their time is over."""
         if self._begin_at is None or self._launch.is_ending:
             return
-        if self._have_all_ended() or time.monotonic() >= self._begin_at:
+        if self._members.have_all_ended(self._ranks) or time.monotonic() >= self._begin_at:
             self._begin_at = None
             self._begin_restart()
 
@@ -320,7 +312,7 @@ class Watch:
 
     async def _end_and_start_again(self) -> None:
         """End the ranks of all nodes, then start them again."""
-        if cause := first_cause(self._ends()):
+        if cause := first_cause(causes(self._ends_of_members(), self._job.patience)):
             await self._note(f"{cause.text}; all start again")
         problems = await self._launch.halt(self._running)
         nodes = list(self._running)
@@ -363,111 +355,11 @@ class Watch:
         if self._restart is None or self._restart.done():
             self._begin_restart()
 
-    def _where(self, ranks: Iterable[End]) -> list[str]:
-        """Return where these ranks are, or were when they were ended."""
-        return summary({str(rank): innermost(rank.text("s")) for rank in ranks})
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
     def _fail(self, name: str, reason: str) -> None:
         self._lost.append(self._end_of(name, reason))
 
     def _end_of(self, name: str, reason: str) -> End:
         return End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending)
-
-    def _conclude(self) -> int:
-        """Report where the time of the training went, and how the job ended."""
-        if self._job.trace:
-            self._output.note(write_trace(self._report.traced(), self._output.folder))
-        self._note_if_any(self._write_report())
-        if self._launch.has_enough:
-            return 0
-        if self._is_preempted():
-            by = self._launch.stopped_by
-            self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
-            return EXIT_PREEMPTED
-        if self._launch.stopped_by and self._end_at is None and not self._has_failed():
-            return self._conclude_stop()
-        if all(rank.code == 0 for rank in self._ends_of_members()) and not self._lost:
-            self._note_if_any("".join(rank.if_done for rank in self._ends_of_members()))
-        return self._conclude_failure()
-
-    def _write_report(self) -> str:
-        return write(self._report.data(), self._output.folder)
-
-    def _note_if_any(self, text: str) -> None:
-        if text:
-            self._output.note(text)
-
-    def _is_preempted(self) -> bool:
-        """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
-        codes = {rank.code for rank in self._ends_of_members()}
-        may_be_done = {0} if self._launch.stopped_by else set[int]()
-        return not self._lost and EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED} | may_be_done
-
-    def _has_failed(self) -> bool:
-        """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
-        codes = {rank.code for rank in self._ends_of_members() if rank.code is not None}
-        if EXIT_PREEMPTED in codes and self._lost:
-            return True
-        may_write = EXIT_PREEMPTED in codes or self._job.grace is not None
-        return may_write and any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
-
-    def _conclude_stop(self) -> int:
-        ends = self._ends_of_members()
-        if ends and all(rank.code == 0 for rank in ends):
-            self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
-            return self._conclude_success()
-        self._output.note(f"stopped by {self._launch.stopped_by}")
-        killed = [rank for rank in ends if rank.ended_by == "SIGKILL"]
-        if self._job.grace is not None and killed and not self._lost:
-            late = [f"{rank.rank} on {rank.node}" for rank in killed]
-            which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
-            when = "at the second signal" if self._launch.is_forced else f"after --grace {self._job.grace:g}"
-            self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
-        limit = self._launch.stopped_by == self._launch.limit
-        if hung := [rank for rank in ends if rank.text("s") and (limit or rank in killed)]:
-            self._output.note_stacks(self._where(hung))
-        return 128 + (self._launch.signal or SIGTERM)
-
-    def _conclude_success(self) -> int:
-        if some := ", ".join(str(end) for end in self._ends_of_members() if end.code == EXIT_PREEMPTED):
-            self._output.note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
-            return 1
-        if summary := self._members.summary():
-            self._output.note(f"done, with {summary}")
-        return 0
-
-    def _conclude_failure(self) -> int:
-        late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
-        cause = first_cause([*self._lost, *self._ends()], self._members.losses) or first_cause(late)
-        if cause is None and self._have_all_ended():
-            return self._conclude_success()
-        if cause is None:
-            self._output.note("the job ended before its processes did")
-            return 1
-        rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
-        if rank is not None and not self._output.shows(rank.rank or 0):
-            self._output.quote(rank.node, rank.rank or 0, last_words(rank.lines))
-        if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
-            self._output.note_stacks(self._where([rank]))  # it hung, as others say
-        self._report.note(cause.text)
-        self._write_report()
-        self._output.note(cause.text)
-        if not self._launch.has_begun:
-            return _USAGE
-        if cause.code == _USAGE and (says := misplaced(self._job.training_script_args)):
-            self._output.note(says)
-        self._output.note(self._output.describe_place(cause.rank))
-        return cause.code
-
-    def _ends(self) -> list[End]:
-        """Return the ranks' ends. A preempted rank is no cause; one that had to be ended after a preemption is."""
-        members = self._ends_of_members()
-        has_preempted = any(rank.code == EXIT_PREEMPTED for rank in members)
-        reason = f"did not end within {self._job.patience:g} s after another rank was preempted"
-        late = [rank for rank in members if has_preempted and rank.is_ours and rank.ended_by]
-        return [replace(rank, reason=reason, is_ours=False) if rank in late else rank for rank in members]
 
 
 def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
