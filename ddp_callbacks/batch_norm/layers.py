@@ -113,6 +113,15 @@ class BatchNormSynchronizer:
         return self._made[original]
 
 
+def unsynchronized(module: torch.nn.Module) -> dict[str, BatchNorm]:
+    """Return the BatchNorm layers that normalize by each rank's part of a batch, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm) and not isinstance(layer, SynchronizedLayer) and not _has_group(layer)
+    }
+
+
 def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: int) -> int:
     """Return the minimum number of samples for ranks that get any: 2 with BatchNorm, which can fail on one sample.
 
@@ -124,16 +133,12 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
         batch_size: The loader's batch size; ``None`` if unknown.
         world_size: The number of ranks that divide a batch.
     """
-    layers = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, BatchNorm) and not isinstance(layer, SynchronizedLayer) and not _has_group(layer)
-    ]
+    layers = unsynchronized(module)
     if not layers or world_size == 1:
         return 1
     if batch_size is None or batch_size >= 2 * world_size:
         return 2
-    if not any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
+    if not any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers.values()):
         return 1
     warn(
         f"a batch of {batch_size} samples has fewer than two for each of {world_size} processes, but BatchNorm needs "

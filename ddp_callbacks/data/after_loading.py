@@ -87,6 +87,8 @@ class _Produced:
     def draw(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the remaining batches, the same ones on every rank. A collective."""
         for number in itertools.count():
+            if self._whole.draws_here and self._start is None:
+                self._state.follow()
             with self._state.drawing():
                 batch = next(batches, _END)
             if batch is _END:
@@ -94,6 +96,7 @@ class _Produced:
             if number == 0:
                 self._whole.require_divisible(batch)
             self._note(batch)
+            self._whole.warn_of_turns(self._state, self._start)
             yield batch
 
     def checksum(self, drawn: int) -> int:
@@ -123,6 +126,7 @@ class Whole(Source):
     Attributes:
         is_stateful: Whether the loader resumes by a ``state_dict`` of its own, like torchdata's
             ``StatefulDataLoader``.
+        draws_here: Whether what loads batches may draw from this process's random state meanwhile.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Whole(Source):
             loader = copied_loader(loader)
             if not self.is_stateful:
                 override(loader, persistent_workers=False)  # otherwise workers' draws depend on earlier passes
+        self.draws_here = divider.world_size > 1 and not getattr(loader, "num_workers", 0)
         roots = {"loader": loader, "sampler": getattr(loader, "sampler", None)}
         super().__init__(loader, objects_of_order(**roots, dataset=getattr(loader, "dataset", None)), divider, group)
 

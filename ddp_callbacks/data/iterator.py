@@ -16,10 +16,19 @@ from ddp_callbacks._torch import end_workers, worker_queues
 from ddp_callbacks.data.global_state import State, set_global_state
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
+from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
+from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.presence import found
 from ddp_callbacks.reporting.recorder import timed_loading
+
+_TAKES_TURNS = (
+    "{name} (its sampler or iterable data set) draws random numbers from a global generator, and the steps do, too. "
+    "Without Resume they take turns; with it the loader draws from a copy, so that a run can stop anywhere: its "
+    "batches are those of one process with Resume, not of a run without. Give the sampler or data set a generator of "
+    "its own, and they are the same."
+)
 
 
 class Start(NamedTuple):
@@ -75,12 +84,20 @@ class Source:
 
     is_stateful = False
     passes = 0
+    _has_warned = False
 
     def __init__(
         self, loader: Any, objects: Mapping[str, object], divider: Divider, group: dist.ProcessGroup | None
     ) -> None:
         self.loader, self.objects, self.divider, self.group = loader, objects, divider, group
         self.sources = tuple(objects.values())
+
+    def warn_of_turns(self, state: OwnRandomState, start: Start | None) -> None:
+        """Warn once, on rank 0, if a pass draws from a copy of the state from which the program draws meanwhile."""
+        if state.takes_turns and not self._has_warned and not (start and start.position):
+            self._has_warned = True
+            if get_rank(self.group) == 0:
+                warn(_TAKES_TURNS.format(name=name_of(self.loader)))
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         """Begin a pass. A collective if every rank produces the whole batches."""

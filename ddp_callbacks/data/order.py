@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ddp_callbacks.comm.collectives import broadcast_object
@@ -50,7 +51,8 @@ class Order(Iterable[Any]):
     """
 
     def __init__(self, sampler: Any, source: Source, start: Start | None) -> None:
-        self._sampler, self._sources, self._group, divider = sampler, source.sources, source.group, source.divider
+        self._sampler, self._source, self._group, divider = sampler, source, source.group, source.divider
+        self._sources = source.sources
         self._is_sent = divider.division != "own" and divider.world_size > 1
         self._runs_sampler = not self._is_sent or divider.rank == 0
         self._start, self._number = start, source.passes
@@ -78,7 +80,7 @@ class Order(Iterable[Any]):
             self._go_to(0)
 
     def _go_to(self, number: int) -> None:
-        """Move the sampler to batch ``number``, under a random state of its own."""
+        """Move the sampler to batch ``number``, under a random state of its own if it is resumable or draws ahead."""
         if self._begin:
             set_global_state(self._begin, self._sources)
         self._begin = get_global_state(self._sources)
@@ -155,8 +157,10 @@ class Order(Iterable[Any]):
 
     def _take(self, count: int) -> list[Any]:
         assert self._batches is not None
-        with self._state.drawing():
-            return list(itertools.islice(self._batches, count))
+        with self._state.drawing() if self._start or self._is_fixed else nullcontext():
+            block = list(itertools.islice(self._batches, count))
+        self._source.warn_of_turns(self._state, self._start)
+        return block
 
     def checksum(self, _: int) -> int:
         """Return 0: all ranks have the indices that rank 0 sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
+    State,
     digest_of,
     get_global_state,
     is_same_state,
@@ -36,10 +38,11 @@ class OwnRandomState:
 
     Attributes:
         state: The state that the next :meth:`drawing` starts from.
+        takes_turns: Whether code inside and outside have both drawn from a library's global state.
     """
 
     def __init__(self) -> None:
-        self.state = get_global_state()
+        self.state, self.takes_turns = get_global_state(), False
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -52,6 +55,8 @@ class OwnRandomState:
         finally:
             self.state = get_global_state()
             if any(are_touched):
+                are_drawn = [not is_same_state([one], [other]) for one, other in zip(begin, self.state, strict=True)]
+                self.takes_turns = self.takes_turns or any(map(operator.and_, are_touched, are_drawn))
                 both = zip(are_touched, before, self.state, strict=True)
                 set_global_state([state if is_touched else advanced for is_touched, state, advanced in both])
 
@@ -77,11 +82,23 @@ class SharedRandomState(OwnRandomState):
         if get_world_size(group) > 1:
             self.begin = broadcast_object(self.begin, _PURPOSE, group)
             set_generators(sources, self.begin[GLOBAL:])
+        self._group, self.takes_turns = group, False
         self.rewind()
+
+    def follow(self) -> None:
+        """Let the next draws be those that follow rank 0's last ones, inside or outside. A collective."""
+        changed = dict(broadcast_object(changed_states(self.state), _PURPOSE, self._group))
+        self.state = [changed.get(number, state) for number, state in enumerate(self.state)]
 
     def rewind(self) -> None:
         """Let the next draws be the first ones again. Local."""
         self.state = self.begin[:GLOBAL]
+
+
+def changed_states(known: State) -> list[list[Any]]:
+    """Return each global state that is no longer the known one, after its number. Local."""
+    both = enumerate(zip(get_global_state(), known, strict=True))
+    return [[number, state] for number, (state, before) in both if not is_same_state([state], [before])]
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
@@ -168,8 +185,7 @@ class RunRandomState:
         """
         if get_rank(self._group):
             return None
-        both = enumerate(zip(get_global_state(), self._accepted, strict=True))
-        return [[number, state] for number, (state, known) in both if not is_same_state([state], [known])]
+        return changed_states(self._accepted)
 
     def accept(self, offered: Any) -> None:
         """Like :meth:`synchronize`, but local; every rank calls it.

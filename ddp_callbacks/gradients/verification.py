@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_callbacks.batch_norm.layers import unsynchronized
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast_object
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.gradients.first_batch import (
@@ -31,7 +32,6 @@ from ddp_callbacks.gradients.first_batch import (
     check_comparable,
     copies_of,
     fraction_of,
-    normalizes_by_part,
     random_states_kept,
     trainable,
     weighed_gradients,
@@ -125,6 +125,8 @@ def check_first_batch(
     is_strict = verify == "first_batch"
     if get_world_size(process_group) == 1:
         return
+    if not is_strict:
+        _warn_of_batch_norm(computation.parts[0], process_group)
     hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
     with nullcontext() if is_strict else _warning("The first batch", hint, process_group):
         if not is_strict:
@@ -189,6 +191,19 @@ def _warning(what: str, hint: str, group: dist.ProcessGroup | None) -> Iterator[
         _log.debug("%s is not compared: %s", what, error)
 
 
+def _warn_of_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    layers = _normalizing_by_part(module)
+    if layers and get_rank(group) == 0:
+        warn(
+            f"{layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
+            "sync_batchnorm=True makes the numbers equal. (verify=None leaves the comparison out.)"
+        )
+
+
+def _normalizing_by_part(module: nn.Module) -> list[str]:
+    return [name for name, layer in unsynchronized(module).items() if layer.training]
+
+
 def _compare(
     computation: Computation,
     first: FirstBatch,
@@ -220,8 +235,11 @@ def _compare(
             "the gradients of the first batch cannot be compared: its loss depends on no parameter of the copy of the "
             "module that computes it. Use the module that is given, and none that is global."
         )
-    found = _differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING)
-    differing = broadcast_object(found, PURPOSE, group)
+    found = _differences(_sum(own, 1.0, group), expected)
+    is_telling = is_strict or max(found, default=0.0) > _TELLING * max(map(_largest, expected))
+    found, differing = broadcast_object([found, found if is_telling else []], PURPOSE, group)
+    if not found and computation.draws is not None:
+        computation.draws.confirm()
     if not differing:
         if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
             draws.require_told()
@@ -293,15 +311,10 @@ def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup |
         )
 
 
-def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:
-    """Return the largest difference in each gradient; an empty list if rounding can explain all of them.
-
-    Args:
-        least: The smallest difference that counts, as a fraction of the largest gradient.
-    """
+def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """Return the largest difference in each gradient; an empty list if rounding can explain all of them."""
     largest = [_largest(one - other) for one, other in zip(found, expected, strict=True)]
-    relative = max(least, math.sqrt(max(map(_epsilon, expected), default=0.0)))
-    most = relative * max(map(_largest, expected), default=0.0)
+    most = math.sqrt(max(map(_epsilon, expected), default=0.0)) * max(map(_largest, expected), default=0.0)
     return [] if all(each <= most and math.isfinite(each) for each in largest) else largest
 
 
@@ -313,8 +326,7 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
             "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(float(share.local > 0), 1.0); "
             "or take the mean."
         )
-    layers = [name for name, layer in module.named_modules() if normalizes_by_part(layer)]
-    if layers:
+    if layers := _normalizing_by_part(module):
         return (
             f"{layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
             "that is not all, the loss is not a mean over the samples: see the next run."

@@ -53,6 +53,8 @@ class _Seen:
         refusal: Why it draws by rank; empty if it doesn't.
         order: The order of the dimensions in memory, of a part with several samples.
         varies: Whether a size beside that of the batch has changed.
+        is_compared: Whether a comparison has drawn here.
+        is_right: Whether it has shown that the guess was right.
     """
 
     layer: str
@@ -68,6 +70,8 @@ class _Seen:
     refusal: str = ""
     order: Sequence[int] | None = None
     varies: bool = False
+    is_compared: bool = False
+    is_right: bool = False
 
 
 class BatchDims:
@@ -114,6 +118,7 @@ class BatchDims:
         if seen is None:
             is_in_hook = self.is_in_hook and order is None
             seen = self._seen[place] = _Seen(name(), known, order is None, is_in_hook, rows.samples, shape)
+        seen.is_compared = seen.is_compared or self.is_comparing
         if shape != seen.shape or rows.samples != seen.samples:
             self._learn(seen, shape, rows.samples)
         if seen.refusal:
@@ -125,7 +130,7 @@ class BatchDims:
             raise DrawByRankError(f"it draws {_text(shape)} for {rows.samples} samples: {_ALL}")
         if shape[dim] > 1:
             seen.order = order
-        if shape[dim] > rows.samples and seen.known is None:
+        if shape[dim] > rows.samples and seen.known is None and not seen.is_right:
             seen.doubt, seen.taken = seen.doubt or f"of {_text(shape)} for {rows.samples} samples, {_TOGETHER}", -1
         return BatchDim(dim, shape[dim] // rows.samples, seen.order)
 
@@ -139,6 +144,12 @@ class BatchDims:
             seen.doubt = ""  # nothing was computed with another one
             if has_other_sizes:
                 seen.refusal = _PADDED.format(_text(shape), _text(seen.shape))
+
+    def confirm(self) -> None:
+        """Note that what was drawn in a comparison is what one process draws."""
+        for seen in self._seen.values():
+            if seen.is_compared:
+                seen.is_right, seen.doubt = True, ""
 
     def varying(self) -> str:
         """Return the name of a layer that draws for a size that changes, beside that of the batch; empty for none."""
@@ -224,7 +235,8 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     is_multiple = shape[fitting[0]] != samples
     guess = None if is_multiple and seen.is_sized else fitting[0]
     is_one_number = list(shape) == [1] and seen.is_sized  # more likely one for all samples
-    if is_multiple or seen.is_in_hook or is_one_number or (len(fitting) > 1 and samples > 1):  # others of 1 broadcast
+    is_open = is_multiple or seen.is_in_hook or is_one_number
+    if not seen.is_right and (is_open or (len(fitting) > 1 and samples > 1)):  # others of 1 broadcast
         taken = "no dimension" if guess is None else f"dimension {guess}"
         of = f"of {_text(shape)} for {samples} sample{'s' * (samples > 1)}"
         seen.doubt = f"{of}, {taken} was taken to hold the batch; if wrong, {_FIRST}"

@@ -55,7 +55,10 @@ _PADDED = (
 )
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
 OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
-PREDICTED = "a prediction draws: each process computes whole batches, and draws its own numbers"
+PREDICTED = (
+    "a prediction draws: each process computes whole batches, and draws its own numbers. If they must be those of one "
+    "process, predict on one"
+)
 _LATE = (
     "in the first batch that drew, in an epoch that had begun without draws, all processes drew the same: begin to "
     "draw with an epoch"
@@ -174,6 +177,10 @@ class WholeDraws:
             operators.end()
             operators.dims.is_comparing = False
             self.refused = self.refused if rows.is_whole else operators.refusals
+
+    def confirm(self) -> None:
+        """Note that what :meth:`comparing` has drawn gave the numbers of one process. Local."""
+        self._operators.dims.confirm()
 
     def backward(self) -> AbstractContextManager[object]:
         """Surround the backward of the batch of the last :meth:`forward`."""

@@ -12,7 +12,6 @@ from ddp_callbacks.randomness import bernoulli
 from ddp_callbacks.randomness.operators import base_name, written
 from ddp_callbacks.randomness.rows import BatchDim, Rows, is_dense, order_of
 
-_DISTRIBUTIONS = {"_sample_dirichlet", "multinomial"}
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
@@ -20,8 +19,8 @@ def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[
     """Return the shape for which the operator draws; ``None`` if it has none."""
     if "size" in arguments:
         return list(arguments["size"])
-    if is_of_one(operator, arguments):
-        return [arguments["num_samples"]]
+    if base_name(operator) == "multinomial":  # of one distribution, or of each row's, as many as the program says
+        return [*arguments["self"].shape[:-1], arguments["num_samples"]]
     tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     if base_name(operator) == "normal" and len(tensors) > 1:  # of means and standard deviations
         return list(torch.broadcast_shapes(*(each.shape for each in tensors[:2])))
@@ -31,8 +30,7 @@ def drawn_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[
 def sampled_shape(operator: OpOverload, arguments: Mapping[str, Any]) -> Sequence[int] | None:
     """Return the part of :func:`drawn_shape` that may hold the batch: not the dimension of a distribution's entries."""
     shape = drawn_shape(operator, arguments)
-    has_entries = base_name(operator) in _DISTRIBUTIONS and not is_of_one(operator, arguments)
-    return shape[:-1] if shape and has_entries else shape
+    return shape[:-1] if shape and base_name(operator) == "_sample_dirichlet" else shape
 
 
 def is_of_one(operator: OpOverload, arguments: Mapping[str, Any]) -> bool:
@@ -56,24 +54,32 @@ def draw_whole(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim,
     assert shape is not None
     target = written(operator)
     is_overwritten = target == "self" or base_name(operator).endswith("_like")
-    is_one = is_of_one(operator, arguments)
+    counts = base_name(operator) == "multinomial" and at.dim == len(shape) - 1
     whole: dict[str, Any] = {}
     for name, value in arguments.items():
         if name == "size":
             whole[name] = at.whole(shape, rows)
-        elif name == "num_samples" and is_one:
-            (whole[name],) = at.whole(shape, rows)
-        elif isinstance(value, torch.Tensor) and not is_one:
+        elif name == "num_samples" and counts:
+            whole[name] = at.whole(shape, rows)[-1]
+        elif isinstance(value, torch.Tensor) and not counts:
             is_empty = name == target or (name == "self" and is_overwritten)
             whole[name] = _whole_of(value, shape, at, rows, is_empty)
         else:
             whole[name] = value
-    drawn = operator(**whole)
+    drawn = _call(operator, whole)
     if target is not None:
         return arguments[target].copy_(at.rows_of(drawn, rows))
     if isinstance(drawn, tuple):
         return tuple(at.rows_of(each, rows).clone() for each in drawn)
     return at.rows_of(drawn, rows).clone()
+
+
+def _call(operator: OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """Call an operator; ``multinomial`` takes two dimensions at most."""
+    if base_name(operator) != "multinomial" or arguments["self"].dim() < 3:
+        return operator(**arguments)
+    rows = arguments["self"].flatten(0, -2)
+    return operator(**{**arguments, "self": rows}).unflatten(0, arguments["self"].shape[:-1])
 
 
 def _draw_blocks(operator: OpOverload, arguments: Mapping[str, Any], at: BatchDim, rows: Rows) -> Any:

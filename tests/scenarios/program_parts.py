@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
@@ -258,6 +259,53 @@ class Shuffled(Stream):
 class Sized(Shuffled):
     def __len__(self) -> int:
         return len(self.rows)
+
+
+def drawn_by(library: str, count: int) -> list[int]:
+    """Some numbers below ``count``, from a library's global generator."""
+    if library == "torch":
+        return torch.randperm(count)[:6].tolist()
+    if library == "python":
+        return random.sample(range(count), random.randint(4, 6))
+    return numpy.random.choice(count, 5, replace=False).tolist()
+
+
+class DrawnStream(Sized):
+    def __init__(self, rows: Any, library: str) -> None:
+        super().__init__(rows)
+        self.library = library
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[drawn_by(self.library, len(self.rows))[0]] for _ in self.rows)
+
+
+class DrawnBatches(Sampler[list[int]]):
+    def __init__(self, samples: int, library: str) -> None:
+        self.samples, self.library = samples, library
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (drawn_by(self.library, self.samples) for _ in range(len(self)))
+
+
+DRAWN = ("torch", "python", "numpy")
+TURNS = "draws from a copy"  # in a run that may stop anywhere
+
+
+@part(kind="train", each=DRAWN)
+def iterable_that_draws(p: Build, library: str) -> None:
+    p.allowed.append(TURNS)
+    p.train = DataLoader(DrawnStream(p.data(p.rng.randint(12, 26)), library), p.rng.randint(3, 7))
+
+
+@part(kind="train", each=DRAWN)
+def batch_sampler_that_draws(p: Build, library: str) -> None:
+    p.allowed.append(TURNS)
+    samples = p.rng.randint(14, 26)
+    workers = p.rng.choice([0, 0, 1])
+    p.train = DataLoader(p.data(samples), batch_sampler=DrawnBatches(samples, library), num_workers=workers)
 
 
 @part("trainer", kind="train")

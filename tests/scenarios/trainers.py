@@ -25,6 +25,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torchmetrics
+from kit.ranks import BY_PART
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -276,6 +277,7 @@ def quiet() -> Iterator[None]:
             for category in (UserWarning, DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category)
             warnings.filterwarnings("error", category=UserWarning, module="ddp_callbacks")
+            warnings.filterwarnings("ignore", BY_PART)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

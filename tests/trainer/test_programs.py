@@ -27,6 +27,12 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a callback that computes the model, which draws": Program(
         "trainer", 200797, ("callback_trains", "drops=recomputed")
     ),
+    "an iterable that takes turns with a model that draws": Program(
+        "trainer", 1, ("iterable_that_draws=torch", "noise_in_training=randn_like")
+    ),
+    "a batch sampler that takes turns with a model that draws": Program(
+        "trial", 1, ("batch_sampler_that_draws=numpy", "noise_in_training=numpy_beta")
+    ),
     "samples that draw in each pass": Program("trainer", 200008, ("augments=numpy",)),
     "samples of a validation after a cut between epochs": Program("trainer", 2501027408, ("augments=torch",), 0.475),
     "gradients that averaging uses once more, after a cut": Program(

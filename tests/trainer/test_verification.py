@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from kit.compare import assert_equal
+from kit.ranks import BY_PART
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -311,6 +312,7 @@ def told(run: Callable[[], Any]) -> str:
         warnings.simplefilter("ignore")
         for begins in ("gradient of the first batch", "data set is not the same", "mean over the processes"):
             warnings.filterwarnings("always", f"the {begins}")
+        warnings.filterwarnings("always", BY_PART)
         found = outcome(run)
     return found + "".join(str(each.message) for each in caught)
 
@@ -429,6 +431,7 @@ def judge(**options: Any) -> str:
 
 JUDGED = "the mean over the processes of what validation_step logs for its first batch is not that of one process: "
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
+NORMALIZES = "normalizes by each process's part of the batch (BatchNorm), not as one process: sync_batchnorm=True"
 DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
@@ -459,7 +462,8 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: trainer_tells(rows=drawn_apart()),
         DATA,
     ),
-    "batch norm by parts": (lambda: trainer_tells(Normalized()), ""),
+    "batch norm by parts": (lambda: trainer_tells(Normalized()), NORMALIZES),
+    "batch norm by parts that is to be silent": (lambda: trainer_tells(Normalized(), verify=None), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
     "augmented by workers, seeded by the rank": (
@@ -485,7 +489,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trial that is to be silent": (lambda: trial_tells(mean_of_known, verify=None), ""),
     "a Trial with batch norm by parts, and dropout": (
         lambda: trial_tells(nn.CrossEntropyLoss(), nn.BatchNorm1d(6), nn.Dropout(0.5)),
-        "",
+        NORMALIZES,
     ),
     "a Trial with a closure": (lambda: told(lambda: trial(mean_of_known).with_closure(mean_by_hand).run(2)), ""),
 }
