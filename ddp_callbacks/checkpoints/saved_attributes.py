@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.checksums import checksum_of
@@ -15,13 +17,15 @@ from ddp_callbacks.errors import warn
 
 _LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."
 _KEPT = "each process has now what the only process of the run that was cut had, which is wrong for a sum over samples."
+_LARGEST = 10_000  # numbers in an attribute of an object that is no module
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
 def attributes_of(module: Any) -> dict[str, Any]:
     """Return the plain attributes and generators of layers of the user's classes, by names like ``"encoder.outputs"``.
 
-    An object that is no module counts as one layer.
+    An object that is no module counts as one layer, and so does an attribute of a layer that is an object of the user's
+    classes, such as a schedule.
     """
     known = memory_of_model(module) if isinstance(module, torch.nn.Module) else ()
     found: dict[str, Any] = {}
@@ -35,7 +39,8 @@ def attributes_of(module: Any) -> dict[str, Any]:
 
 def _own(part: Any, known: Collection[int]) -> dict[str, Any]:
     generators = {name: value for name, value in vars(part).items() if isinstance(value, generator_types())}
-    return plain_attributes(part, known) | generators
+    largest = {} if isinstance(part, torch.nn.Module) else {"largest": _LARGEST}
+    return plain_attributes(part, known, **largest) | generators
 
 
 def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
@@ -84,7 +89,24 @@ def _is_common(name: str, states: LocalStates) -> bool:
 
 
 def _parts_of(module: Any) -> dict[str, Any]:
-    return dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {"": module}
+    layers = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {"": module}
+    return layers | {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, layer in layers.items()
+        if hasattr(layer, "__dict__")
+        for name, value in vars(layer).items()
+        if _is_of_user(value, layer) and name not in _inherited(layer, module)
+    }
+
+
+def _is_of_user(value: Any, layer: Any) -> bool:
+    """Whether an object's class is the user's, not one of an installed package, and it holds no data."""
+    if isinstance(value, type | torch.nn.Module | Dataset | DataLoader) or not hasattr(value, "__dict__"):
+        return False
+    own, of_layer = (type(each).__module__.partition(".")[0] for each in (value, layer))
+    file = getattr(sys.modules.get(own), "__file__", None) or ""
+    is_installed = own in sys.stdlib_module_names or "site-packages" in file or not file
+    return own not in _FOREIGN and (own in ("__main__", of_layer) or not is_installed)
 
 
 def _inherited(part: Any, module: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Save the plain attributes of a user's objects that a run changes.
 
-Plain attributes are numbers, text, tensors, NumPy arrays, and lists, tuples, dicts and deques of these; generators can
-be encoded as well. The file has only those that changed since the run began: a script may give the others new values
-before it resumes.
+Plain attributes are numbers, text, tensors, NumPy arrays, and Python's containers of these; generators can be encoded
+as well. The file has only those that changed since the run began: a script may give the others new values before it
+resumes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,10 @@ from ddp_callbacks.data.nested import is_array
 Checksums = dict[str, int]  # of the attributes, by name
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_TENSOR, _ARRAY, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: an array", "ddp_callbacks: a deque"
-_GENERATOR = "ddp_callbacks: a generator"
+_TENSOR, _ARRAY = "ddp_callbacks: not on the CPU", "ddp_callbacks: an array"
+_GENERATOR, _CONTAINER = "ddp_callbacks: a generator", "ddp_callbacks: a container"
+_CONTAINERS = {kind.__name__: kind for kind in (deque, set, frozenset, OrderedDict, Counter, defaultdict)}
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}  # of a defaultdict
 
 
 @dataclass
@@ -74,10 +76,10 @@ def encode(value: Any) -> Any:
         return {_GENERATOR: value.state}
     if isinstance(value, generator_types()):
         return {_GENERATOR: get_state_of(value)}
+    if type(value) in _CONTAINERS.values():
+        return _encode_container(value)
     if isinstance(value, dict):
         return {key: encode(entry) for key, entry in value.items()}
-    if isinstance(value, deque):
-        return {_DEQUE: [encode(entry) for entry in value], "maxlen": value.maxlen}
     if isinstance(value, list | tuple):
         return type(value)(value if _is_flat(value) else map(encode, value))
     return value.item() if _is_numpys(value) else value
@@ -92,12 +94,32 @@ def decode(value: Any, device: torch.device | str) -> Any:
             return value[_ARRAY].numpy()
         if is_generator(value):
             return GeneratorState(value[_GENERATOR])
-        if _DEQUE in value:
-            return deque((decode(entry, device) for entry in value[_DEQUE]), value["maxlen"])
+        if _CONTAINER in value:
+            return _decode_container(value, device)
         return {key: decode(entry, device) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(decode(entry, device) for entry in value)
     return value
+
+
+def _encode_container(value: Any) -> dict[str, Any]:
+    entries = [encode(list(entry)) for entry in value.items()] if isinstance(value, dict) else [*map(encode, value)]
+    if isinstance(value, set | frozenset):
+        entries.sort(key=repr)  # the order of texts differs from process to process
+    options: dict[str, Any] = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+    if isinstance(value, defaultdict) and value.default_factory is not None:
+        options = {"default_factory": value.default_factory.__name__}
+    return {_CONTAINER: type(value).__name__, "entries": entries, **options}
+
+
+def _decode_container(encoded: dict[str, Any], device: torch.device | str) -> Any:
+    kind: Any = _CONTAINERS[encoded[_CONTAINER]]
+    entries = [decode(entry, device) for entry in encoded["entries"]]
+    if kind is defaultdict:
+        return kind(_FACTORIES.get(encoded.get("default_factory", "")), entries)
+    if kind is Counter:
+        return kind(dict(entries))
+    return kind(entries, encoded["maxlen"]) if kind is deque else kind(entries)
 
 
 def is_generator(encoded: Any) -> bool:
@@ -106,7 +128,8 @@ def is_generator(encoded: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if type(value) not in (list, tuple, dict, deque):
+    is_opaque = isinstance(value, defaultdict) and value.default_factory not in (None, *_FACTORIES.values())
+    if is_opaque or type(value) not in (list, tuple, dict, *_CONTAINERS.values()):
         yield value
         return
     for entry in [*value.keys(), *value.values()] if isinstance(value, dict) else value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import timedelta
 from typing import Any
 
@@ -40,10 +40,15 @@ def load(module: nn.Module, of_ranks: list[Any], world_size: int, rank: int = 0)
     load_attributes(module, LocalStates(of_ranks, rank, world_size), CPU)
 
 
+def containers() -> list[Any]:
+    of_lists = defaultdict(list, {"a": [torch.ones(2)[0].item()]})
+    return [deque([5], 2), of_lists, Counter("aab"), OrderedDict(z=1, a=2), {"set", "of"}, frozenset({1, (2, 3)})]
+
+
 def test_only_plain_attributes_that_have_changed_are_saved() -> None:
     """Plain attributes that a fit changes go on."""
     module = Collecting()
-    module.steps, module.weights, module.same = [1, (2.0, "text"), deque([5], 2)], [module.layer.weight], 3
+    module.steps, module.weights, module.same = [1, (2.0, "text"), *containers()], [module.layer.weight], 3
     module.layer.more = nn.Module()
     before = checksums_of(attributes_of(module))
     assert changed(attributes_of(module), before) == {}
@@ -58,7 +63,8 @@ def test_only_plain_attributes_that_have_changed_are_saved() -> None:
     assert saved.keys() == {"steps", "seen"} and saved["seen"] == 7
     module.steps.clear()
     load(module, [saved], 1)
-    assert module.steps == steps and module.steps[2].maxlen == 2
+    assert module.steps == steps and list(map(type, module.steps)) == list(map(type, steps))
+    assert module.steps[2].maxlen == 2 and module.steps[3]["new"] == []
 
 
 @pytest.mark.parametrize("saved_on", [1, 2])

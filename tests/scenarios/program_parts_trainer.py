@@ -177,7 +177,7 @@ class AnnealedModule(nn.Module):
         return loss * (1 + 0.2 * self.calls.clamp(max=5))
 
 
-@trainer_part(can_be_cut=False, without="loss_module")
+@trainer_part(without="loss_module")
 def loss_object(p: TrainerBuild) -> None:
     p.extend(lambda module: setattr(module, "anneal", Annealed()), lambda module, loss, batch: module.anneal(loss))
 
@@ -431,7 +431,7 @@ def monitors(p: TrainerBuild) -> None:
     p.epochs = 4
 
 
-@trainer_part(without="validation validates", can_be_cut=False)
+@trainer_part(without="validation validates")
 def checkpoints(p: TrainerBuild) -> None:
     def best() -> Any:
         saved: Any = p.trainer.checkpoint_callback
@@ -748,7 +748,7 @@ def fitted_by_another_trainer(p: TrainerBuild) -> None:
     p.after.append(again)
 
 
-@trainer_part(can_be_cut=False, without="averages by_hand", each=("and_is_seeded", "and_draws_on"))
+@trainer_part(without="averages by_hand", each=("and_is_seeded", "and_draws_on"))
 def fails_first(p: TrainerBuild, how: str) -> None:
     attempts: list[pl.Trainer] = []
 

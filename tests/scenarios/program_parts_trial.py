@@ -124,12 +124,12 @@ class Keeps(nn.Module):
         return self.inner(*args) * (1 + 0.05 * min(calls_in(self.kept), 9))
 
 
-@trial_part(each=CONTAINERS, can_be_cut=False)
+@trial_part(each=CONTAINERS)
 def criterion_keeps_calls_in(p: TrialBuild, container: str) -> None:
     p.criterion = Keeps(p.criterion, container)
 
 
-@trial_part(can_be_cut=False)
+@trial_part()
 def criterion_is_an_object(p: TrialBuild) -> None:
     class Annealed:
         def __init__(self, inner: Any) -> None:
@@ -163,7 +163,7 @@ def model_with_a_buffer(p: TrialBuild) -> None:
     p.model = Buffered(p.model)
 
 
-@trial_part(each=CONTAINERS, can_be_cut=False)
+@trial_part(each=CONTAINERS)
 def model_keeps_calls_in(p: TrialBuild, container: str) -> None:
     p.model = Keeps(p.model, container)
 
@@ -508,7 +508,7 @@ def run_by_another_trial(p: TrialBuild) -> None:
     p.after.append(again)
 
 
-@trial_part(can_be_cut=False)
+@trial_part()
 def fails_first(p: TrialBuild) -> None:
     @torchbearer.callbacks.on_backward
     def fail(state: Any) -> None:

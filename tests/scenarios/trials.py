@@ -52,7 +52,6 @@ SCENARIOS: dict[str, Scenario] = {}
 EXACT: list[str] = []  # SGD without momentum, or the same steps on every rank: local windows of one step are exact
 APART: dict[str, Scenario] = {}  # depend on the number of ranks
 ROUNDED = ["epochs_added_later", "a_run_behind_evaluations"]  # cut in the second run: one unit in the last place
-NOT_CUT = ["criteria_that_count_their_calls"]  # Resume does not know attributes of a criterion
 NOT_MOVED = ["per_process"]  # refused in the middle of a pass, see test_resume_torchbearer.py
 FEATURES, CLASSES = 6, 10
 DEVICE = "cpu"  # tests/cuda sets another
@@ -122,7 +121,7 @@ def names(way: Way) -> list[str]:
     """The scenarios that this way applies to."""
     if dict(way.options).get("sync") == LocalSGD(1):
         return EXACT
-    left_out = [*(NOT_CUT if way.resumed_on else []), *(NOT_MOVED if way.resumed_on not in (0, way.size) else [])]
+    left_out = NOT_MOVED if way.resumed_on not in (0, way.size) else []
     return [name for name in (*SCENARIOS, *APART) if name not in left_out]
 
 
