@@ -232,6 +232,11 @@ def keeps_iterator(loader: DataLoader[Any]) -> bool:
     return any(isinstance(value, _BaseDataLoaderIter) for value in kept.values())
 
 
+def surround_loading(around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+    """Let the iterators of all DataLoaders call ``around(__next__)`` for a batch."""
+    _BaseDataLoaderIter.__next__ = around(_BaseDataLoaderIter.__next__)  # type: ignore[assignment, method-assign]
+
+
 def worker_queues(batches: Iterator[Any]) -> Any:
     """Return the queues for requests from a ``DataLoader``'s iterator to its workers; ``None`` without workers."""
     return getattr(batches, "_index_queues", None)

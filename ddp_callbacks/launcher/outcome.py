@@ -53,25 +53,39 @@ class Outcome:
         """Report where the time of the training went, and how the job ended."""
         if self._launch.job.trace:
             self._output.note(write_trace(self._report.traced(), self._output.folder))
-        self._note_if_any(self._write_report())
+        if line := self._write_report():
+            self._output.note(line)
+        code = self._conclude()
+        self._write_report()  # with how it has ended
+        return code
+
+    def _conclude(self) -> int:
         if self._launch.has_enough:
             return 0
         if self._is_preempted():
             by = self._launch.stopped_by
-            self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
+            self._note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
         if self._launch.stopped_by and not self._was_failing and not self._has_failed():
             return self._conclude_stop()
         if all(rank.code == 0 for rank in self._ends) and not self._lost:
-            self._note_if_any("".join(rank.if_done for rank in self._ends))
+            self._note("".join(rank.if_done for rank in self._ends))
         return self._conclude_failure()
 
     def _write_report(self) -> str:
         return write(self._report.data(), self._output.folder)
 
-    def _note_if_any(self, text: str) -> None:
+    def _note(self, text: str) -> None:
+        """Print it, and tell it in the report."""
         if text:
+            self._report.note(text)
             self._output.note(text)
+
+    def _note_stacks(self, ranks: Sequence[End]) -> None:
+        lines = where(ranks)
+        self._output.note_stacks(lines)
+        for line in lines:
+            self._report.note(line)
 
     def _is_preempted(self) -> bool:
         """Whether no node was lost, and all ranks were preempted; if the job was asked to stop, some may be done."""
@@ -90,26 +104,26 @@ class Outcome:
     def _conclude_stop(self) -> int:
         ends = self._ends
         if ends and all(rank.code == 0 for rank in ends):
-            self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
+            self._note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
             return self._conclude_success()
-        self._output.note(f"stopped by {self._launch.stopped_by}")
+        self._note(f"stopped by {self._launch.stopped_by}")
         killed = [rank for rank in ends if rank.ended_by == "SIGKILL"]
         if self._launch.job.grace is not None and killed and not self._lost:
             late = [f"{rank.rank} on {rank.node}" for rank in killed]
             which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
             when = "at the second signal" if self._launch.is_forced else f"after --grace {self._launch.job.grace:g}"
-            self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
+            self._note(f"{which} {', '.join(late)} {were} killed {when}")
         limit = self._launch.stopped_by == self._launch.limit
         if hung := [rank for rank in ends if rank.text("s") and (limit or rank in killed)]:
-            self._output.note_stacks(where(hung))
+            self._note_stacks(hung)
         return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_success(self) -> int:
         if some := ", ".join(str(end) for end in self._ends if end.code == EXIT_PREEMPTED):
-            self._output.note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
+            self._note(f"{some} exited with code {EXIT_PREEMPTED}, others with 0, and nobody had asked")
             return 1
         if summary := self._members.summary():
-            self._output.note(f"done, with {summary}")
+            self._note(f"done, with {summary}")
         return 0
 
     def _conclude_failure(self) -> int:
@@ -120,16 +134,14 @@ class Outcome:
         if cause is None and self._have_all_ended:
             return self._conclude_success()
         if cause is None:
-            self._output.note("the job ended before its processes did")
+            self._note("the job ended before its processes did")
             return 1
         rank = self._by_rank.get(-1 if cause.rank is None else cause.rank)
         if rank is not None and not self._output.shows(rank.rank or 0):
             self._output.quote(rank.node, rank.rank or 0, last_words(rank.lines))
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
-            self._output.note_stacks(where([rank]))  # it hung, as others say
-        self._report.note(cause.text)
-        self._write_report()
-        self._output.note(cause.text)
+            self._note_stacks([rank])  # it hung, as others say
+        self._note(cause.text)
         if not self._launch.has_begun:
             return _USAGE
         if cause.code == _USAGE and (says := misplaced(self._launch.job.training_script_args)):

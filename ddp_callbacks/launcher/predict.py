@@ -80,6 +80,7 @@ class _Run:
         self._report = Collector(job.command)
         self.processes = 0
         self._begin: dict[str, Any] = {"ranks": []}  # what the ranks had sent when they had warmed up
+        self._middle: dict[str, Any] | None = None  # and after half of the time
 
     def train(self) -> int:
         """Train; return the exit code, which is not 0 either if the user has ended it and its processes had done."""
@@ -92,7 +93,9 @@ class _Run:
         while not is_alone and not self._is_warm():
             await asyncio.sleep(_LOOK)
         self._begin = report.data()
-        await asyncio.sleep(0 if is_alone else self._job.seconds)
+        await asyncio.sleep(0 if is_alone else self._job.seconds / 2)
+        self._middle = report.data()
+        await asyncio.sleep(0 if is_alone else self._job.seconds / 2)
         launch.has_enough = True
         launch.end(at_once=True)
 
@@ -102,7 +105,7 @@ class _Run:
 
     def measured(self) -> predict.Measured:
         """Return the mean step."""
-        return predict.measured(self._begin, self._report.data())
+        return predict.measured(self._begin, self._report.data(), self._middle)
 
     def about(self) -> dict[str, Any]:
         """Return the settings, versions and threads of rank 0."""

@@ -225,6 +225,8 @@ class Watch:
     async def _lose(self, ends: list[End], what: str) -> None:
         """Continue without these ranks; ``what`` has happened."""
         self._members.lose(ends)
+        for end in ends:
+            self._report.lose(-1 if end.rank is None else end.rank)
         await self._continue(what)
         if self._members.have_all_ended(self._ranks):
             self._launch.end()

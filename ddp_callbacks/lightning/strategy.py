@@ -54,6 +54,7 @@ from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.randomness.option import Randomness
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.reporting.recorder import end_training
 
 _PLACES = "the places of the logs"
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # keys of a checkpoint
@@ -233,6 +234,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def teardown(self) -> None:
         """End a run: remove hooks, and restore Lightning's objects, the user's loaders and the module's layers."""
+        end_training()
         if self._run is not None or self._divides_alone:
             give_loaders_back(self._trainer)
         self._close()

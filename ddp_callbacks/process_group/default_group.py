@@ -22,6 +22,7 @@ from ddp_callbacks.process_group.members import Members
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of
+from ddp_callbacks.reporting.recorder import end_training
 from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
@@ -152,6 +153,7 @@ def leave_process_group() -> None:
     """
     if not _is_member():
         return
+    end_training()
     presence().leave()
     destroy_groups()
 

@@ -26,6 +26,8 @@ class Rank:
     Attributes:
         samples: Seconds since the job's start, steps, and seconds by part, all totals of all its processes.
         said: The last message.
+        stepped: When its last step was heard of, or its first message.
+        is_lost: Whether the job continues without its process, until a new one sends something.
         spans: What it did in the steps that are traced.
     """
 
@@ -34,16 +36,19 @@ class Rank:
     said: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     before: tuple[int, list[float]] = (0, [0.0] * len(PARTS))  # steps and seconds of the processes before this one
-    heard: float = 0.0
+    stepped: float = 0.0
+    is_lost: bool = False
     line: bytes = b""
     unread: bytes = b""
 
     def take(self, said: dict[str, Any], now: float) -> None:
         """Take a message that came at ``now``."""
         if self.said and said["process"] != self.said["process"] and self.samples:
-            self.before = self.samples[-1][1:]
+            self.before, self.is_lost = self.samples[-1][1:], False
         steps, seconds = self.before
-        self.said, self.heard = said, now
+        if not self.samples or steps + said["steps"] != self.samples[-1][1]:
+            self.stepped = now
+        self.said = said
         own = [mine + others for mine, others in zip(said["seconds"], seconds, strict=True)]
         self.samples.append((now, steps + said["steps"], own))
         if len(self.samples) > _SAMPLES:
@@ -88,6 +93,11 @@ class Collector:
                 self._told[kind] = said[kind]
                 self._add(now, kind, f"{kind} {said[kind]}")
 
+    def lose(self, rank: int) -> None:
+        """Note that the job continues without this rank."""
+        if rank in self._ranks:
+            self._ranks[rank].is_lost = True
+
     def note(self, text: str) -> None:
         """Note that something has happened now, such as the loss of a rank."""
         self._add(time.monotonic() - self._begin, "note", text)
@@ -121,7 +131,8 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "seconds": {part: round(each, 4) for part, each in zip(PARTS, seconds, strict=True)},
         "steps": steps,
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
-        "silent": round(now - rank.heard, 2),
+        "stepped": round(now - rank.stepped, 2),
+        "is_lost": rank.is_lost,
         "line": re.split(r"[\r\n]", text)[-1].strip(),
-        **{name: rank.said[name] for name in ("epoch", "gradients", "exchanging", "memory", "about")},
+        **{name: rank.said[name] for name in ("epoch", "validates", "gradients", "exchanging", "memory", "about")},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
@@ -27,9 +28,13 @@ from ddp_callbacks.reporting.summary import (
 _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
-    "Between steps: the optimizer, callbacks, logging. Validating: with waits for others, and what follows until the "
-    "next batch, such as checkpoints. The exchange takes as long as the process waits that comes last; what others "
-    "wait longer, they wait for slower ones."
+    "Between steps: the optimizer (one process counts it as computing), checkpoints, callbacks, loggers. Validating: "
+    "with waits for others, and what follows until the next batch, such as checkpoints. The exchange takes as long as "
+    "the process waits that comes last; what others wait longer, they wait for slower ones."
+)
+_BOUND = (
+    "At most so many times as fast as one: as if a process alone took as long for each sample, and none waited. ddprun "
+    "predict measures it."
 )
 _MARKS = "Grey: an epoch begins. Green: a validation begins. Orange: see below."
 _STYLE = """
@@ -65,8 +70,9 @@ def render(data: Mapping[str, Any]) -> str:
     body = [
         f"<h1>{command}</h1><p class=faint>ddprun, {data['date']}, {in_words(data['seconds'])}</p>",
         f"<p class=lead>{lead}.</p>",
+        *([f"<p class=faint>{_BOUND}</p>"] if len(data["ranks"]) > 1 else ()),
         *(_section("Where the time went", _bars(data)) if has_parts(data) else ()),
-        *_section("What to try next", _list(advice(data), "ol")),
+        *_section("What to try next", _list(advice(data))),
         *_section("Steps per second", _chart(data)),
         *(_section("What happened", _table(notes, "left")) if notes else ()),
         *_section("Numbers", _numbers(data)),
@@ -84,13 +90,14 @@ def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
     yield from lines
 
 
-def _list(texts: Sequence[str], kind: str) -> Iterator[str]:
-    yield f"<{kind}>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</{kind}>"
+def _list(texts: Sequence[str]) -> Iterator[str]:
+    yield f"<ol>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ol>"
 
 
-def _table(rows: Sequence[Sequence[str]], kind: str = "") -> Iterator[str]:
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    yield f"<div class=wide><table class='{kind}'>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
+def _table(rows: Sequence[Sequence[str]], kind: str, heads: Sequence[str] = ()) -> Iterator[str]:
+    first = "".join(f"<th>{name}</th>" for name in heads)
+    lines = [first, *("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)]
+    yield f"<div class=wide><table class='{kind}'>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table></div>"
 
 
 def _bars(data: Mapping[str, Any]) -> Iterator[str]:
@@ -145,32 +152,26 @@ def _mark(x: str, kind: str) -> str:
     return f"<line x1='{x}' x2='{x}' y1='0' y2='200' stroke='{colour}' vector-effect='non-scaling-stroke'/>"
 
 
-def _thinned(events: Sequence[Any]) -> list[Any]:
-    """Return the events, of epochs and validations only so many as can be told apart."""
-    kept, skipped = [], {"epoch": 0, "validation": 0}
-    for kind in skipped:
-        skipped[kind] = -(-sum(each[1] == kind for each in events) // _TICKS)
-    seen = dict.fromkeys(skipped, 0)
+def _thinned(events: Sequence[Any]) -> Iterator[Any]:
+    """Yield the events, of epochs and validations only so many as can be told apart."""
+    counts, seen = Counter(kind for _, kind, _ in events), Counter[str]()
     for event in events:
-        if event[1] in seen:
-            seen[event[1]] += 1
-        if event[1] not in seen or (seen[event[1]] - 1) % skipped[event[1]] == 0:
-            kept.append(event)
-    return kept
+        kind = event[1]
+        if kind == "note" or seen[kind] % -(-counts[kind] // _TICKS) == 0:
+            yield event
+        seen[kind] += 1
 
 
 def _numbers(data: Mapping[str, Any]) -> Iterator[str]:
     shown = SHOWN if has_parts(data) else ()
     head = ("", "steps", "ms per step", *shown, "memory, MB", "GPU, MB")
-    heads = "".join(f"<th>{name}</th>" for name in head)
     rows = []
     for place, (rank, own) in enumerate(zip(data["ranks"], parts_of(data), strict=True)):
         each = [f"{own[name]:.1f} s" for name in shown]
         step = (sum(own.values()) - own[VALIDATING]) / max(rank["steps"], 1) * 1e3
         memory = [f"{size:,}" for size in rank["memory"]] + ["-"] * (2 - len(rank["memory"]))
         rows.append((name_of(data, place), f"{rank['steps']:,}", f"{step:.1f}", *each, *memory))
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[:_BARS])
-    yield f"<div class=wide><table><tr>{heads}</tr>{lines}</table></div>"
+    yield from _table(rows[:_BARS], "", head)
     nbytes, rate = data["ranks"][0]["gradients"][0], bandwidth_of(data)
     at = f", exchanged at {in_bytes(rate)} per second or more" if rate else ""
     yield f"<p>{in_bytes(nbytes)} of gradients in each step{at}.</p>"

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, LOADING, PARTS, VALIDATION, WAITING
 
 MACHINES = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
 WORTH = 1.1  # times as fast: what twice as many machines must be
 FEWEST = 20  # steps to measure
+_FEW, _UNEVEN = 100, 0.05  # steps, and a spread, that are told
+_MOST = 1.2  # times as fast as processes allow: caches help, more is no measurement
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The mean step of a run, without validations: its seconds, those of each part, and bytes of gradients."""
+    """The mean step of a run: its seconds, those of each part, and bytes of gradients.
+
+    Attributes:
+        seconds: Without validations.
+        is_whole: Whether validations could not be told from the rest: no loader of torch's has marked them.
+        steps: How many were measured.
+        spread: By how much the first half of them took longer or shorter than all, as a share.
+    """
 
     machines: int
     processes: int
@@ -27,10 +36,17 @@ class Measured:
     between: float
     waiting: float
     nbytes: float
+    validation: float = 0.0
+    is_whole: bool = False
+    steps: int = 0
+    spread: float = 0.0
 
 
-def measured(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measured:
+def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mapping[str, Any] | None = None) -> Measured:
     """Return the mean step between two moments, see :meth:`.collector.Collector.data`.
+
+    Args:
+        middle: A moment between them, for the spread.
 
     Raises:
         ConfigurationError: There were few steps, or machines with unlike numbers of processes.
@@ -46,25 +62,31 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measured:
         raise ConfigurationError(
             f"each machine needs as many processes as the others, got {counts}. Name them: -H node1:4,node2:4."
         )
-    begins = {rank["rank"]: rank for rank in before["ranks"]}
-    ranks = [_mean(begins.get(rank["rank"]), rank, command) for rank in after["ranks"]]
-    mean = {part: sum(each[part] for each in ranks) / len(ranks) for part in ranks[0]}
-    seconds, nbytes = sum(mean.values()) - mean[VALIDATION], after["ranks"][0]["gradients"][0]
-    parts = mean[BACKWARD], mean[BETWEEN], mean[WAITING]
-    return Measured(len(nodes) // counts[0], len(nodes), seconds, *parts, nbytes)
-
-
-def _mean(before: Mapping[str, Any] | None, after: Mapping[str, Any], command: str) -> dict[str, float]:
-    """Return the seconds of a rank's step by part; of all its steps, if few came after ``before``."""
-    if after["steps"] < FEWEST:
+    if (least := min(rank["steps"] for rank in after["ranks"])) < FEWEST:
         raise ConfigurationError(
-            f"{command} took {after['steps']} steps, and {FEWEST} are the least to measure. Let it train for longer: "
+            f"{command} took {least} steps, and {FEWEST} are the least to measure. Let it train for longer: "
             "more epochs, smaller batches, or --seconds."
         )
-    if before is None or after["steps"] - before["steps"] < FEWEST:
-        before = {"steps": 0, "seconds": {}}
-    steps, begin = after["steps"] - before["steps"], before["seconds"]
-    return {part: (value - begin.get(part, 0.0)) / steps for part, value in after["seconds"].items()}
+    steps, mean = _mean(before, after)
+    seconds, nbytes = sum(mean.values()) - mean[VALIDATION], after["ranks"][0]["gradients"][0]
+    parts = mean[BACKWARD], mean[BETWEEN], mean[WAITING]
+    _, first = _mean(before, middle if middle and len(middle["ranks"]) == len(nodes) else after)
+    spread = abs((sum(first.values()) - first[VALIDATION]) / seconds - 1)
+    counted = len(nodes) // counts[0], len(nodes)
+    return Measured(*counted, seconds, *parts, nbytes, mean[VALIDATION], not mean[LOADING], steps, spread)
+
+
+def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """Return a number of steps, and the mean seconds of one by part; of all, if few came after ``before``."""
+    begins, ends = ({rank["rank"]: rank for rank in moment["ranks"]} for moment in (before, after))
+    if begins.keys() != ends.keys() or min(ends[each]["steps"] - begins[each]["steps"] for each in ends) < FEWEST:
+        begins = {each: {"steps": 0, "seconds": dict.fromkeys(PARTS, 0.0)} for each in ends}
+    steps = {each: max(end["steps"] - begins[each]["steps"], 1) for each, end in ends.items()}
+    mean = {
+        part: sum((end["seconds"][part] - begins[each]["seconds"][part]) / steps[each] for each, end in ends.items())
+        for part in PARTS
+    }
+    return min(steps.values()), {part: total / len(ends) for part, total in mean.items()}
 
 
 def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
@@ -72,7 +94,19 @@ def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]
 
     Args:
         few: One machine, if ``many`` are several; else one process of it. It has as many threads.
+
+    Raises:
+        ConfigurationError: The runs cannot have done the same.
     """
+    if few.is_whole or many.is_whole:  # then both with validations
+        few, many = (replace(run, seconds=run.seconds + run.validation, validation=0.0) for run in (few, many))
+    times = few.seconds / many.seconds
+    if times > _MOST * many.processes / few.processes:
+        raise ConfigurationError(
+            f"{_count(many.processes, 'process')} took {times:.1f} times as many steps per second as {few.processes}, "
+            "so the runs did not do the same. Let both train for longer (--seconds), and alike on any number of "
+            "processes."
+        )
     base = few if many.machines > 1 else many
     step = _step(few, many, base)
     return {
@@ -88,7 +122,7 @@ def _step(few: Measured, many: Measured, base: Measured) -> Step:
     whole = few.seconds - few.waiting - many.between  # a process alone does not tell what lies between its steps
     part = many.seconds - many.waiting - many.between
     divided = min(max((whole - part) / (1 - few.processes / many.processes), 0.0), whole)
-    divided *= few.processes / base.processes
+    divided = min(divided * few.processes / base.processes, base.seconds)
     return Step(base.seconds - divided, divided, many.backward / part, many.nbytes, base.processes)
 
 
@@ -119,6 +153,13 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     few, many = found["measured"]
     times = few["seconds"] / many["seconds"]
     yield f"Measured: {_said(few)}; {_said(many)}, {times:.2f} times as fast."
+    if min(few["steps"], many["steps"]) < _FEW or max(few["spread"], many["spread"]) > _UNEVEN:
+        halves = " and ".join(f"{run['steps']:,} steps (first half: {run['spread']:.0%} off)" for run in (few, many))
+        yield f"These are means of {halves}: --seconds for more."
+    if few["validation"] or many["validation"]:
+        yield "Left out: validations, and what follows them until the next batch, such as checkpoints."
+    if few["machines"] == many["machines"] and times < 1:
+        yield "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
     yield from _table(found)
     for way in found["predicted"][0]["ways"]:
         yield _sentence(found, way)

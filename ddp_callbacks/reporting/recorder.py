@@ -1,7 +1,8 @@
 """Count where the time of a rank goes, and send the totals to ``ddprun`` now and then.
 
 Whatever a rank does between two marks counts as the part that the second one names. A mark costs a microsecond, and a
-message, of one line of JSON, 50: one each second at first, later one in five seconds.
+message, of one line of JSON, 50: one each second at first, later one in five seconds. A thread sends them, also while
+the rank hangs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 from ddp_callbacks.cluster.environment import NO_REPORT, REPORT, TRACE
@@ -27,7 +30,8 @@ FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
     *("in forward", "in backward", "loading", "waiting", "between steps", "validation"),
 )
 """Between steps: the optimizer, callbacks, logging. Waiting: for sums, and so for the other ranks, too. Validation: and
-what follows it until the next batch, such as checkpoints."""
+what follows it until the next batch, such as checkpoints. A process alone counts forward, backward and the optimizer as
+forward."""
 
 _OFTEN, _RARELY, _FIRST = 1.0, 5.0, 60.0  # seconds between two messages at first, and later; how long "at first" is
 _AT_LEAST = 20  # steps whose shortest wait counts as what the sums take in any case
@@ -45,10 +49,9 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self._begin = self._last = time.perf_counter()
         self._has_begun = False
-        self._is_alone = os.environ.get("WORLD_SIZE") == "1"  # where nobody marks what comes before a step
+        self.is_alone = os.environ.get("WORLD_SIZE") == "1"  # where nobody marks what comes before a step
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._due = self._begin + _OFTEN
         self._steps = self._epoch = self._validations = 0
         self._steps_at_pass = -1  # steps when the last pass over the training data began
         self._validates = False  # whether the last batch was one of a validation
@@ -58,9 +61,9 @@ class Recorder:
         self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
         self._waits = _Waits()
         self._about: dict[str, Any] = {}
+        self._sending = threading.Lock()
         steps = int(os.environ.get(TRACE) or 0)
         self._tracer = Tracer(steps) if steps else None
-        atexit.register(self._send)
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
         """Note the module that is trained, and how its gradients are synchronized."""
@@ -77,8 +80,6 @@ class Recorder:
         if part == WAITING and self._launched:
             self._exchange += now - self._launched
             self._launched, self._sums = 0.0, self._sums + 1
-        if now >= self._due:
-            self._send()
 
     def launch(self, bucket: int = 0) -> None:
         """Note that a sum over the ranks begins."""
@@ -94,7 +95,7 @@ class Recorder:
 
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
-        if self._is_alone:
+        if self.is_alone:
             self.mark(FORWARD)
         if self._has_batch is not False:
             self._steps += 1
@@ -110,16 +111,31 @@ class Recorder:
 
     def begin_loading(self, batches: object, training: bool) -> None:
         """Note that this rank asks the iterator ``batches`` for its next batch."""
-        self.mark(VALIDATION if self._validates else BETWEEN)
+        self._mark_rest()
         if batches not in self._passes:
             self._passes.add(batches)
             self._note_pass(training)
         self._validates = not training
 
-    def end_loading(self) -> None:
+    def end_loading(self, has_batch: bool) -> None:
         """Note that it has the batch, or that there is none."""
         self.mark(VALIDATION if self._validates else LOADING)
-        self._has_batch = True if not self._validates else self._has_batch
+        self._has_batch = True if has_batch and not self._validates else self._has_batch
+
+    def end(self) -> None:
+        """Count what has followed the last step, such as a checkpoint, and send it: a training is over.
+
+        If an exception has ended it, the rank may have hung.
+        """
+        if self._has_begun and sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
+            self._mark_rest()
+        self._has_begun = self._validates = False
+        self.send()
+
+    def _mark_rest(self) -> None:
+        """Mark the end of what has followed a step or a validation. Gradients are accumulated without a step."""
+        accumulates = self.is_alone and self._has_batch
+        self.mark(VALIDATION if self._validates else FORWARD if accumulates else BETWEEN)
 
     def _note_pass(self, training: bool) -> None:
         if not training:
@@ -127,25 +143,33 @@ class Recorder:
         elif self._steps > self._steps_at_pass:
             self._steps_at_pass, self._epoch = self._steps, self._epoch + 1
 
-    def _send(self) -> None:
+    def keep_sending(self) -> None:
+        """Send the totals now and then."""
+        while True:
+            time.sleep(_OFTEN if time.perf_counter() - self._begin < _FIRST else _RARELY)
+            self.send()
+
+    def send(self) -> None:
         """Send the totals, unless the pipe is full."""
-        now = time.perf_counter()
-        self._due = now + (_OFTEN if now - self._begin < _FIRST else _RARELY)
-        if os.getpid() != self._pid or not any(self._seconds.values()):
+        if os.getpid() != self._pid or not (self._has_begun or any(self._seconds.values())):
             return  # a forked child, or a script that does not train
+        with self._sending:  # the last message is the newest
+            self._write(self._totals())
+
+    def _totals(self) -> dict[str, Any]:
         self._about = self._about or _place()
-        said = {
-            "time": round(now - self._begin, 3),
+        return {
             "seconds": [round(each, 4) for each in self._seconds.values()],
             "steps": self._steps,
             "epoch": self._epoch,
             "validation": self._validations,
+            "validates": self._validates,
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "exchanging": round(self._waits.exchanging(), 4),
             "memory": _memory(),
             "process": self._pid,
+            "about": self._about,
         }
-        self._write(said | {"about": self._about})
 
     def _write(self, said: Mapping[str, Any]) -> None:
         line = json.dumps(said).encode() + b"\n"
@@ -190,7 +214,17 @@ def recorder() -> Recorder | None:
     except OSError:  # this process belongs to another user
         return None
     sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(lambda *_: made.step())
+    if made.is_alone:  # its loaders stay its own
+        import_module("ddp_callbacks._torch").surround_loading(timed_loading)
+    atexit.register(made.end)
+    threading.Thread(target=made.keep_sending, name="ddp_callbacks report", daemon=True).start()
     return made
+
+
+def end_training() -> None:
+    """Note that a training is over, see :meth:`Recorder.end`."""
+    if (own := recorder()) is not None:
+        own.end()
 
 
 def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -202,10 +236,13 @@ def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:
         if own is None:
             return draw(batches)
         own.begin_loading(batches, sys.modules["torch"].is_grad_enabled())
+        has_batch = False
         try:
-            return draw(batches)
+            batch = draw(batches)
+            has_batch = True
+            return batch
         finally:
-            own.end_loading()
+            own.end_loading(has_batch)
 
     return timed
 

@@ -145,5 +145,6 @@ def _folder(job: str | None) -> Path:
     runs_last = sorted(parent.glob("*-*-*"), key=lambda each: (_runs(each), each))
     found = runs_last or ([] if job is None else [parent])
     if not found or not found[-1].is_dir():
-        raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: DIR/TIME.")
+        says = "Name the folder of its logs, DIR/TIME, or only DIR, as in --log-dir DIR."
+        raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. {says}")
     return found[-1].resolve()

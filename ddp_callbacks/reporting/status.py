@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import Any
 
@@ -18,8 +18,9 @@ from ddp_callbacks.reporting.summary import in_words, percent
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _EVERY = 2.0  # seconds between two tables
 _LATELY = 10.0  # seconds over which steps are counted
+_STUCK = 5  # times as long as a mean step, and more than the seconds above
 _LINE = 100  # characters of a last line
-_HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "heard", "last line")
+_HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "last step", "last line")
 _HOME = "\x1b[H\x1b[J"  # the cursor goes to the corner, and all after it is cleared
 
 
@@ -30,7 +31,7 @@ def show_status(argv: Sequence[str]) -> int:
         ConfigurationError: There is no such job here, or it does not answer.
     """
     parser = ArgumentParser(prog="ddprun status", description="Show what each rank of a running job does.")
-    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest that runs, in ddprun-logs)")
+    parser.add_argument("job", nargs="?", help="its logs, or the --log-dir with them (default: ddprun-logs)")
     parser.add_argument("--once", action="store_true", help="print one table; so does an output that is no terminal")
     parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
     options = parser.parse_args(argv)
@@ -59,7 +60,15 @@ def table(data: Mapping[str, Any]) -> str:
     rows = [_HEAD, *(_row(rank) for rank in data["ranks"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
-    return "\n".join([_title(data), *lines])
+    return "\n".join([_title(data), *lines, *_advice([rank for rank in data["ranks"] if not rank["is_lost"]])])
+
+
+def _advice(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what to do if all ranks seem to hang: if one does, the others wait for it."""
+    since = min((rank["stepped"] for rank in ranks), default=0.0)
+    usual = max((sum(rank["seconds"].values()) / max(rank["steps"], 1) for rank in ranks), default=0.0)
+    if since > max(_LATELY, _STUCK * usual) and not any(rank["validates"] for rank in ranks):
+        yield f"No rank has taken a step for {in_words(since)}. Where they are: ddprun stacks"
 
 
 def _title(data: Mapping[str, Any]) -> str:
@@ -70,10 +79,11 @@ def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = rank["seconds"]
     waits = seconds[WAITING] / (sum(seconds.values()) or 1.0)
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
-    heard = f"{rank['silent']:.0f} s ago"
-    steps = f"{rank['steps']:,}", f"{_rate(rank['samples']):.3g}"
-    last = rank["line"][:_LINE]
-    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, heard, last
+    stepped = f"{in_words(rank['stepped'])} ago{', validating' * rank['validates']}"
+    is_still = rank["is_lost"] or rank["stepped"] > _LATELY
+    steps = f"{rank['steps']:,}", f"{0.0 if is_still else _rate(rank['samples']):.3g}"
+    last = "lost" if rank["is_lost"] else stepped, rank["line"][:_LINE]
+    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, *last
 
 
 def _rate(samples: Sequence[Sequence[float]]) -> float:

@@ -26,14 +26,12 @@ def parts_of(data: Data) -> list[dict[str, float]]:
     """Return the seconds of each rank by the names of :data:`SHOWN`, in the order of the ranks."""
     ranks = data["ranks"]
     least = min((each["seconds"][WAITING] * each["exchanging"] / max(each["steps"], 1) for each in ranks), default=0.0)
-    return [_shown(each["seconds"], least * max(each["steps"], 1), len(ranks) == 1) for each in ranks]
+    return [_shown(each["seconds"], least * max(each["steps"], 1)) for each in ranks]
 
 
-def _shown(seconds: Data, exchange: float, alone: bool) -> dict[str, float]:
-    computing, between = seconds[FORWARD] + seconds[BACKWARD], seconds[BETWEEN]
-    if alone:  # nobody marks where a backward begins
-        computing, between = computing + between, 0.0
-    values = (computing, seconds[LOADING], exchange, seconds[WAITING] - exchange, between, seconds[VALIDATION])
+def _shown(seconds: Data, exchange: float) -> dict[str, float]:
+    computing, waits = seconds[FORWARD] + seconds[BACKWARD], seconds[WAITING] - exchange
+    values = (computing, seconds[LOADING], exchange, waits, seconds[BETWEEN], seconds[VALIDATION])
     return dict(zip(SHOWN, map(float, values), strict=True))
 
 
@@ -45,17 +43,17 @@ def shares_of(data: Data) -> dict[str, float]:
 
 
 def has_parts(data: Data) -> bool:
-    """Whether the time is known by its parts. Of one process whose loader stays its own, only steps are marked."""
-    return shares_of(data)[COMPUTING] < 1
+    """Whether the time is known by its parts. Of one process whose loader is none of torch's, only steps are marked."""
+    return len(data["ranks"]) > 1 or shares_of(data)[LOADS] > 0
 
 
 def pace_of(data: Data) -> int | None:
     """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
     parts = parts_of(data)
-    waits = [own[SLOWER] for own in parts]
-    if not waits or max(waits) - min(waits) < _PACE * max(sum(own.values()) for own in parts):
+    waits = [(own[SLOWER], place) for place, own in enumerate(parts) if not data["ranks"][place].get("is_lost")]
+    if not waits or max(waits)[0] - min(waits)[0] < _PACE * max(sum(own.values()) for own in parts):
         return None
-    return waits.index(min(waits))
+    return min(waits)[1]
 
 
 def times_as_fast(data: Data) -> float:
@@ -119,7 +117,10 @@ def advice(data: Data) -> list[str]:
     """Return what to try next, the most promising first."""
     if not has_parts(data):
         return ["Start two processes: only then is it measured where the time goes."]
-    return [*_of_ranks(data), *_of_job(data)] or ["Nothing stands out: most of the time goes into computing."]
+    return [*_of_ranks(data), *_of_job(data)] or [
+        "Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "
+        "included, and backward."
+    ]
 
 
 def _of_ranks(data: Data) -> Iterator[str]:
@@ -165,8 +166,8 @@ def _of_job(data: Data) -> Iterator[str]:
         yield f"A step takes {step * 1e3:.1f} ms, so there is little to divide: a larger batch gives each process more."
     if shares[OTHER] > _QUARTER:
         yield (
-            f"{percent(shares[OTHER])} goes by between steps, in the optimizer, callbacks and logging: log less, and "
-            "less often."
+            f"{percent(shares[OTHER])} goes by between steps: in the optimizer, checkpoints, callbacks or loggers. "
+            'Trainer(profiler="simple") tells in which; ddprun stacks shows where the ranks are just now.'
         )
     if shares[VALIDATING] > _LONG:
         yield f"Validation takes {percent(shares[VALIDATING])}: validate less often, or with a larger batch."

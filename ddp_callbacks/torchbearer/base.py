@@ -17,6 +17,7 @@ from torchbearer.callbacks import AggregatePredictions, CallbackList
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
+from ddp_callbacks.reporting.recorder import end_training
 from ddp_callbacks.torchbearer.state import State
 
 CALLS = ("run", "evaluate", "predict")
@@ -165,7 +166,10 @@ def _surrounded(trial: Any, name: str, method: Callable[..., Any]) -> Callable[.
         for callback in sorted(ours, key=lambda each: each.is_outermost):
             if name in callback.calls:
                 inside = functools.partial(callback.around, inside, call)
-        return inside()
+        try:
+            return inside()
+        finally:
+            end_training()
 
     return surrounded
 

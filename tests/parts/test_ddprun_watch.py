@@ -20,6 +20,7 @@ from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports as node_reports
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.reporting.collector import Collector
 
 Report = tuple[int, str, dict[str, Any]]  # of a host, by its number
 
@@ -359,6 +360,32 @@ def test_what_was_lost_decides_whether_the_job_goes_on(case: str) -> None:
     assert asyncio.run(Watch(launch, output).run()) == code  # type: ignore[arg-type]
     told = [call.args[0] for call in output.note.call_args_list]
     assert (launch.calls, [text for text in says if text not in told]) == (calls, []), told
+
+
+def wrote(rank: int, stream: str, text: str) -> Report:
+    return min(rank, 1), "Wrote", {"rank": rank, "stream": stream, "data": text}
+
+
+STACK = 'Thread 0x1 (most recent call first):\n  File "/t.py", line 7 in wait\n'
+TRAINS = json.dumps(
+    {"seconds": [1.0] * 6, "steps": 9, "epoch": 1, "validation": 0, "validates": False, "gradients": [0, 0, 0.0]}
+    | {"exchanging": 1.0, "memory": [1], "process": 7, "about": {}}
+)
+
+
+def test_the_report_tells_what_has_ended_a_job_where_ranks_hung_and_which_were_lost(tmp_path: Path) -> None:
+    trains = [wrote(rank, "r", f"{TRAINS}\n") for rank in range(3)]
+    reports = [*ALL, *trains, killed(1), wrote(2, "s", STACK), ASKED, killed(2), killed(0)]
+    report, output = Collector([]), MagicMock(folder=tmp_path)
+    launch = Launch("-H h1:1,h2:2 --keep-going", [*reports, (0, "Done", {}), (1, "Done", {})])
+    asyncio.run(Watch(launch, output, report).run())  # type: ignore[arg-type]
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [rank["is_lost"] for rank in data["ranks"]] == [False, True, False]
+    assert [text for _, kind, text in data["events"] if kind == "note"][-2:] == [
+        "stopped by SIGTERM on h2",
+        "rank 2 on h2: /t.py:7 in wait",
+    ]
+    assert "<td>stopped by SIGTERM on h2</td>" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("flags", "then"), [("", ""), (" --max-restarts 1", "; all start again")])

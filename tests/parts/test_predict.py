@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, replace
 from typing import Any
@@ -175,6 +176,50 @@ def test_a_step_is_the_mean_after_the_first_ones() -> None:
     assert found.seconds == pytest.approx(5 * found.waiting)  # all parts but validation
     short = predict.measured(moment(("a", 30)), moment(("a", 40)))  # of all steps
     assert short.seconds == pytest.approx(0.05)
+
+
+def test_a_mean_says_how_uneven_its_steps_are() -> None:
+    before, middle = moment(("a", 30), ("b", 30), each=0.0), moment(("a", 80), ("b", 80), each=0.5 * 50 / 80)
+    found = predict.measured(before, moment(("a", 130), ("b", 130), each=0.75 * 100 / 130), middle)
+    assert found.steps == 100 and found.spread == pytest.approx(1 / 3)
+
+
+FEW = Measured(1, 1, 0.05, 0.0, 0.0, 0.0, MiB, steps=500)
+MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
+MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
+ONE_IS_FASTER = "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
+LEFT_OUT = "Left out: validations, and what follows them until the next batch, such as checkpoints."
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "says"),
+    [
+        (FEW, MANY, []),
+        (replace(FEW, steps=60), MANY, [MEANS.format(60, 0)]),
+        (FEW, replace(MANY, spread=0.5), [MEANS.format(500, 50)]),
+        (FEW, replace(MANY, seconds=0.06), [ONE_IS_FASTER]),
+        (FEW, replace(MANY, validation=0.02), [LEFT_OUT]),
+    ],
+)
+def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
+    few: Measured, many: Measured, says: list[str]
+) -> None:
+    first, *more, _ = [*itertools.takewhile(bool, predict.lines(predict.predict(few, many, NETWORK, (EXACT,)))), ""]
+    assert first.startswith("Measured: ") and more == says
+
+
+def test_runs_are_compared_with_validations_or_both_without() -> None:
+    # One process, whose loader is none of torch's, does not tell when it validates.
+    few, many = replace(FEW, seconds=0.06, is_whole=True), replace(MANY, seconds=0.004, validation=0.03)
+    found = predict.predict(few, many, NETWORK, (EXACT,))
+    assert [run["seconds"] for run in found["measured"]] == pytest.approx([0.06, 0.034])
+    assert min(row["ways"]["exact"]["seconds"] for row in found["predicted"]) > 0
+
+
+def test_a_gain_that_cannot_be_is_refused() -> None:
+    says = "^2 processes took 7.0 times as many steps per second as 1, so the runs did not do the same. Let both train"
+    with pytest.raises(ConfigurationError, match=says):
+        predict.predict(replace(FEW, seconds=0.07), replace(MANY, seconds=0.01, backward=0.005), NETWORK, (EXACT,))
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,36 @@ import asyncio
 import json
 import re
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+import torchbearer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ddp_callbacks.cluster.environment import REPORT
 from ddp_callbacks.data.sharding import with_shares
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.run import take_request
+from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
 from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
 from ddp_callbacks.reporting.trace import Span, write
+from ddp_callbacks.torchbearer import DDPCallback
 
 EVEN = dict.fromkeys(PARTS, 0.0) | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
@@ -43,7 +55,9 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str
                 "seconds": EVEN | own,
                 "steps": steps,
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
-                "silent": 0.1,
+                "stepped": 0.1,
+                "is_lost": False,
+                "validates": False,
                 "line": "epoch 1",
                 "epoch": 2,
                 "gradients": [23_000_000, steps, 23.0],
@@ -69,7 +83,10 @@ LINES = {
         "2 processes, 115 s of training: 70 % computing, 9 % exchanging gradients, 17 % waiting for slower processes, "
         "4 % between steps; rank 1 on node1 sets the pace; at most 1.4 times as fast as one",
     ),
-    "alone": (job({"waiting": 0.0, "loading": 65.0}), "1 process, 2.2 min of training: 50 % computing, 50 % loading"),
+    "alone": (
+        job({"waiting": 0.0, "loading": 65.0}),
+        "1 process, 2.2 min of training: 46 % computing, 50 % loading, 4 % between steps",
+    ),
     "alone, and its loader is not ours": (job({"waiting": 0.0}), "1 process, 65 s of training"),
     "nobody trains": (job({}, {}, steps=0), ""),
 }
@@ -83,7 +100,10 @@ def test_a_line_says_where_the_time_of_a_job_went(name: str) -> None:
 
 
 ADVICE = {
-    "nothing": (job({}, {}), ["Nothing stands out"]),
+    "nothing": (
+        job({}, {}),
+        ["Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "],
+    ),
     "loads": (
         job({"loading": 60.0}, {"waiting": 70.0}),
         ["Rank 0 loads for 44 % of its time", "The others wait for rank 0"],
@@ -91,7 +111,10 @@ ADVICE = {
     "all load": (job({"loading": 60.0}, {"loading": 60.0}), ["Each rank loads"]),
     "slow": (job(FAST, SLOW), ["The others wait for rank 1, most of all while it is computing"]),
     "exchange": (job({"waiting": 90.0}, {"waiting": 90.0}), ["The exchange of gradients takes 58 %"]),
-    "between": (job({"between steps": 90.0}, {"between steps": 90.0}), ["56 % goes by between steps"]),
+    "between": (
+        job({"between steps": 90.0}, {"between steps": 90.0}),
+        ["56 % goes by between steps: in the optimizer, checkpoints, callbacks or loggers. Trainer(profiler="],
+    ),
     "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
     "short steps": (job({}, {}, steps=30_000), ["A step takes 2.5 ms"]),
     "only steps are marked": (job({"waiting": 0.0}), ["Start two processes"]),
@@ -143,6 +166,11 @@ def test_the_course_of_a_short_job_with_two_messages_is_a_line() -> None:
     assert "<polyline points='0.0,10.0 1000.0,10.0'" in page.render(data)
 
 
+def test_the_page_says_that_a_bound_is_no_gain() -> None:
+    assert "ddprun predict measures it" in page.render(job({}, {}))
+    assert "ddprun predict measures it" not in page.render(job({}))
+
+
 def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
     assert page.write(job({}, {}, steps=0), tmp_path) == "" and not list(tmp_path.iterdir())
     assert page.write(job({}, {}), tmp_path).endswith(f"; {tmp_path}/report.html")
@@ -152,7 +180,7 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 def said(process: int, steps: int, **more: int) -> bytes:
     seconds = [steps * 0.01] * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known["exchanging"] = 1.0
+    known |= {"exchanging": 1.0, "validates": False}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
@@ -199,7 +227,34 @@ def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys
     title, head, *rows = text.splitlines()
     assert title.startswith("train.py: for ") and head.split()[:4] == ["node", "rank", "epoch", "step"]
     assert [row.split()[:4] for row in rows] == [["a", "0", "3", "20"], ["a", "1", "3", "20"]]
-    assert all(re.search(r" 17 % +0.0 GB +\d+ s ago  loss 0.25$", row) for row in rows), rows
+    assert all(re.search(r" 17 % +0.0 GB +0\.\d s ago  loss 0.25$", row) for row in rows), rows
+
+
+def test_a_rank_that_hangs_or_is_lost_is_seen_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    collector = Collector(["train.py"])
+    for second in range(30):  # rank 2 dies after 4 s, and the others hang after 8
+        now[0] += 1.0
+        for rank in (0, 1) if second > 4 else (0, 1, 2):
+            collector.hear("a", rank, "r", said(rank, 10 * min(second, 8)))
+    collector.lose(2)
+    *_, first, second, lost, says = table(collector.data()).splitlines()
+    assert [row.split()[3:5] for row in (first, second, lost)] == [["80", "0"], ["80", "0"], ["40", "0"]]
+    assert "21 s ago" in first and "21 s ago" in second and lost.endswith("  lost")
+    assert says == "No rank has taken a step for 21 s. Where they are: ddprun stacks"
+    for rank in (0, 1):
+        collector.hear("a", rank, "r", said(rank, 80, validates=True))
+    assert "21 s ago, validating" in table(collector.data()) and "No rank has" not in table(collector.data())
+    collector.hear("a", 2, "r", said(7, 1))  # its successor
+    assert "lost" not in table(collector.data())
+
+
+def test_a_rank_that_is_lost_sets_no_pace() -> None:
+    data = job({"waiting": 40.0}, {"waiting": 40.0}, {})
+    assert summary.pace_of(data) == 2
+    data["ranks"][2]["is_lost"] = True
+    assert summary.pace_of(data) is None
 
 
 @pytest.mark.parametrize(
@@ -222,6 +277,12 @@ def test_a_command_asks_the_newest_job_that_still_runs_and_none_whose_ddprun_was
     assert _folder(str(tmp_path)) == folders[chosen]
 
 
+def test_a_command_without_a_job_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"^there is no job in ddprun-logs\. .*, or only DIR, as in --log-dir"):
+        ask(None, "stacks.txt", 1.0)
+
+
 def test_a_job_in_which_no_rank_trains_says_so() -> None:
     assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train")
 
@@ -234,7 +295,6 @@ def test_a_job_without_a_report_says_that_status_needs_it() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(recorder.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
     yield now
 
 
@@ -242,13 +302,12 @@ def test_recording_a_step_takes_microseconds(tmp_path: Path) -> None:
     # less than 0.3 % of a step of 5 ms
     (tmp_path / "out").touch()
     made, batches = Recorder(str(tmp_path / "out")), type("Batches", (), {})()
-    recorder.atexit.unregister(made._send)  # type: ignore[attr-defined]
 
     def steps(count: int) -> float:
         begin = time.process_time()
         for _ in range(count):
             made.begin_loading(batches, True)
-            made.end_loading()
+            made.end_loading(True)
             for part in ("between steps", "in forward", "in backward"):
                 made.mark(part)
             made.launch()
@@ -276,7 +335,7 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     for _ in range(3):
         made.begin_loading(batches, True)
         after(0.5)
-        made.end_loading()
+        made.end_loading(True)
         for part, seconds in (("in forward", 1.0), ("in backward", 2.0)):
             after(seconds)
             made.mark(part)
@@ -288,9 +347,10 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         after(0.25)
     made.begin_loading(held_out, False)
     after(0.125)
-    made.end_loading()
+    made.end_loading(True)
     after(8.0)
     made.begin_loading(batches, True)
+    made.send()
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
     assert dict(zip(PARTS, last["seconds"], strict=True)) == {
         "in forward": 3.0,
@@ -316,7 +376,7 @@ def test_ranks_that_are_late_by_turns_wait_for_each_other(clock: list[float], tm
             clock[0] += 0.5 + 2.0 * (step % 2 != rank)
             made.mark("waiting")
             made.step()
-        made._send()
+        made.send()
         for line in (tmp_path / "out").read_bytes().splitlines():
             collector.hear("a", rank, "r", line + b"\n")
     data = collector.data()
@@ -345,10 +405,105 @@ def test_a_process_alone_counts_what_an_undivided_loader_takes(
     for _ in with_shares(batches()):
         made.step()
         clock[0] += 1.0
-    made._send()
+    made.send()
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
     assert last["steps"] == 3 and last["about"]["versions"]
     assert dict(zip(PARTS, last["seconds"], strict=True))["loading"] == 6.0
+
+
+def last_of(path: Path) -> dict[str, Any]:
+    said = json.loads(path.read_text().splitlines()[-1])
+    return said | dict(zip(PARTS, said["seconds"], strict=True))
+
+
+def test_a_process_alone_tells_steps_validations_and_the_rest_apart(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").touch()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(REPORT, str(tmp_path / "out"))
+    monkeypatch.setattr(recorder.threading.Thread, "start", lambda _: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(recorder.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)  # to be restored
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
+    recorder.recorder.cache_clear()
+    try:
+        made = recorder.recorder()
+        assert made is not None
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        for _ in range(2):
+            for number, _ in enumerate(DataLoader([0, 1, 2, 3])):  # type: ignore[arg-type]
+                clock[0] += 1.0
+                if number % 2:  # gradients are accumulated
+                    optimizer.step()
+                    clock[0] += 0.25
+            with torch.no_grad():
+                for _ in DataLoader([0, 1]):  # type: ignore[arg-type]
+                    clock[0] += 8.0
+        clock[0] += 32.0  # a checkpoint
+        made.end()
+        clock[0] += 100.0
+        made.end()
+    finally:
+        recorder.recorder.cache_clear()
+    said = last_of(tmp_path / "out")
+    assert (said["steps"], said["in forward"], said["between steps"], said["validation"]) == (4, 8.0, 1.0, 64.0)
+
+
+def test_what_follows_the_last_step_counts_but_no_hang(clock: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.touch()
+    made = Recorder(str(path))
+    for hangs in (False, True):
+        made.mark("in forward")
+        made.send()
+        assert last_of(path)["steps"] == 0  # it is known that it trains
+        clock[0] += 3.0
+        with suppress(KeyboardInterrupt):
+            try:
+                if hangs:
+                    raise KeyboardInterrupt
+            finally:
+                made.end()
+        assert last_of(path)["between steps"] == 3.0
+
+
+class Slow(pl.Callback, torchbearer.Callback):  # type: ignore[misc]
+    """Writes a checkpoint after the last step of a Trainer or a Trial."""
+
+    def on_train_end(self, *_: Any) -> None:
+        time.sleep(0.2)
+
+    on_checkpoint = on_train_end
+
+
+def fit_trainer() -> None:
+    options: Any = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar"], False)
+    trainer = pl.Trainer(
+        strategy=CallbackStrategy(), accelerator="cpu", max_steps=2, limit_val_batches=0, callbacks=[Slow()], **options
+    )
+    trainer.fit(BoringModel())
+
+
+def run_trial() -> None:
+    net = torch.nn.Linear(2, 1)
+    trial = torchbearer.Trial(
+        net, torch.optim.SGD(net.parameters()), torch.nn.MSELoss(), callbacks=[DDPCallback(), Slow()]
+    )
+    trial.with_train_data(torch.zeros(4, 2), torch.zeros(4, 1)).run(1, verbose=0)
+
+
+@pytest.mark.parametrize("train", [fit_trainer, run_trial])
+@pytest.mark.filterwarnings("ignore")
+def test_the_checkpoint_after_the_last_step_is_in_the_report(
+    train: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+    monkeypatch.setattr(recorder, "recorder", lambda: made)
+    made.mark("in forward")
+    train()
+    assert last_of(tmp_path / "out")["between steps"] > 0.2
 
 
 def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
