@@ -156,8 +156,6 @@ def test_a_script_that_ends_with_an_error_or_its_help_is_not_told_that_it_trains
 
 
 def test_a_warning_of_a_rank_that_is_not_shown_is_shown_once_unless_one_that_is_has_it_too() -> None:
-    """You see the library's warnings of all ranks, each once."""
-
     def warns(rank: int, data: str) -> Report:
         return rank, "Wrote", {"rank": rank, "stream": "w", "data": data}
 
