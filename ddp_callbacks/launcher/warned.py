@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ddp_callbacks.launcher.output import Output
 
-_WITHIN = 3.0  # seconds in which the ranks come to the same line, also while they import
+_WITHIN = 5.0  # seconds in which the ranks come to the same line, also while they import
 
 
 class Warned:

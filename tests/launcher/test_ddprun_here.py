@@ -61,11 +61,22 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
     assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads} 127.0.0.1\n"
 
 
+WARNS = """
+import os, time
+from ddp_callbacks.errors import warn
+while os.environ["RANK"] == "1" and not os.path.exists("said"):
+    time.sleep(0.01)
+warn("all")
+open("said", "w").close()
+if os.environ["RANK"] == "1":
+    warn("one")
+"""
+
+
 def test_a_warning_of_rank_1_alone_is_shown_and_one_of_all_ranks_once(tmp_path: Path) -> None:
-    script = "import os\nfrom ddp_callbacks.errors import warn\nwarn('all')\nif os.environ['RANK'] == '1': warn('one')"
-    done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
+    done = ddprun("--nproc-per-node", "2", write(tmp_path, WARNS), cwd=tmp_path)
     said = [line for line in done.stderr.splitlines() if "Warning" in line]
-    shown = ["0] {}:3: UserWarning: all", "1] {}:4: UserWarning: one"]
+    shown = ["0] {}:6: UserWarning: all", "1] {}:9: UserWarning: one"]
     assert said == [f"[localhost:{each.format(tmp_path / 'script.py')}" for each in shown], done.stderr
 
 
