@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -26,15 +27,13 @@ from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
 
-WARNINGS = "DDP_CALLBACKS_WARNINGS"
-"""Environment variable: a pipe to ``ddprun``, to which a rank writes which warnings of ours it has shown."""
-
 EXIT_PREEMPTED = 75
 """The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 _HOSTS = ("lightning", "pytorch_lightning", "torchbearer", "torchmetrics")
 _OURS = frozenset(("ddp_callbacks", "torch", *_HOSTS, "contextlib", "functools", "importlib", "runpy"))
-_MOST = 4000  # bytes of a warning for ddprun; a pipe takes 4096 whole or not at all
+_report = os.environ.get("DDP_CALLBACKS_REPORT")  # the pipe to ddprun; the recorder of times takes the variable away
+_MOST = 1000  # characters of a warning for ddprun; a pipe takes 4096 bytes whole or not at all
 _log = logging.getLogger("ddp_callbacks")
 _showing = RLock()
 
@@ -121,7 +120,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 @contextmanager
 def _telling_ddprun(text: str) -> Iterator[None]:
     """Inside, tell ddprun that the warning ``text`` is shown, unless a filter of the program suppresses it."""
-    if WARNINGS not in os.environ:
+    if not _report:
         yield
         return
 
@@ -130,9 +129,9 @@ def _telling_ddprun(text: str) -> Iterator[None]:
     ) -> None:
         show(message, category, filename, lineno, file, line)
         if str(message) == text:
-            told = f"{filename}:{lineno}: {category.__name__}: {text}".encode(errors="replace")[:_MOST]
-            with suppress(OSError), open(os.open(os.environ[WARNINGS], os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as pipe:
-                pipe.write(told + b"\0")  # fails if nobody reads
+            told = {"warning": f"{filename}:{lineno}: {category.__name__}: {text}"[:_MOST]}
+            with suppress(OSError), open(os.open(_report, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as pipe:
+                pipe.write(json.dumps(told, ensure_ascii=False).encode(errors="replace") + b"\n")  # if anybody reads
 
     with _showing:
         show, warnings.showwarning = warnings.showwarning, show_and_tell

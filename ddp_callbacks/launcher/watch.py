@@ -110,14 +110,14 @@ class Watch:
         written = os.fsencode(data)
         self._report.hear(node.plan.name, rank, stream, written)
         successor = self._members.successors.get(rank)
-        if stream == "w":
+        if stream == "r":
             self._warned.hear(node.plan.name, rank, written)
-        if (end := successor or self._ranks.get(rank)) is not None and stream not in "orw":
+        if (end := successor or self._ranks.get(rank)) is not None and stream not in "or":
             end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
-        if stream not in "frw":
+        if stream not in "fr":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
         elif stream == "f" and end is not None and (stores := announced(end.text("f"))):
             self._launch.let_know(stores=stores)

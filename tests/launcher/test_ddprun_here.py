@@ -64,6 +64,7 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
 WARNS = """
 import os, time
 from ddp_callbacks.errors import warn
+del os.environ["DDP_CALLBACKS_REPORT"]  # as the recorder does
 while os.environ["RANK"] == "1" and not os.path.exists("said"):
     time.sleep(0.01)
 warn("all")
@@ -76,7 +77,7 @@ if os.environ["RANK"] == "1":
 def test_a_warning_of_rank_1_alone_is_shown_and_one_of_all_ranks_once(tmp_path: Path) -> None:
     done = ddprun("--nproc-per-node", "2", write(tmp_path, WARNS), cwd=tmp_path)
     said = [line for line in done.stderr.splitlines() if "Warning" in line]
-    shown = ["0] {}:6: UserWarning: all", "1] {}:9: UserWarning: one"]
+    shown = ["0] {}:7: UserWarning: all", "1] {}:10: UserWarning: one"]
     assert said == [f"[localhost:{each.format(tmp_path / 'script.py')}" for each in shown], done.stderr
 
 

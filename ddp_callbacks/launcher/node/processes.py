@@ -20,12 +20,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MFD_CLOEXEC = 1
 # Pipes of a rank beside its output, each with the variable that names it.
-_PIPES = {
-    "s": "DDP_CALLBACKS_STACKS",
-    "f": "TORCHELASTIC_ERROR_FILE",
-    "r": "DDP_CALLBACKS_REPORT",
-    "w": "DDP_CALLBACKS_WARNINGS",
-}
+_PIPES = {"s": "DDP_CALLBACKS_STACKS", "f": "TORCHELASTIC_ERROR_FILE", "r": "DDP_CALLBACKS_REPORT"}
 
 
 def adopt_orphans() -> None:
