@@ -122,7 +122,7 @@ def watch_imports() -> None:
 
 
 class _Alone:
-    """Says on rank 0, once, that a script on several processes joins no process group: forgetting our line is silent.
+    """Says on rank 0 that a script on several processes joins no process group: forgetting our line is silent.
 
     Args:
         processes: Their number.
@@ -136,7 +136,7 @@ class _Alone:
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._is_over = False  # whether a group was joined, or the user was told
+        self._has_joined, self._told = False, ""  # whether a group was joined, and what the user was told
 
     def watch_groups(self) -> None:
         """Note when the script joins any process group of torch's."""
@@ -144,7 +144,7 @@ class _Alone:
 
         @functools.wraps(join)
         def noted(*args: Any, **options: Any) -> Any:
-            self._is_over = True
+            self._has_joined = True
             return join(*args, **options)
 
         for name in ("torch.distributed.distributed_c10d", "torch.distributed"):
@@ -159,23 +159,24 @@ class _Alone:
         @functools.wraps(make)
         def init(made: Any, *args: Any, **options: Any) -> None:
             make(made, *args, **options)
-            if not is_distributed(made):
+            if not self._told and not is_distributed(made):
                 self._say(kind, "trains")
 
         watched.__init__ = init
 
     def say_at_the_end(self) -> None:
-        if "torch" in sys.modules:
+        is_told = self._told and NEWS not in os.environ  # ddprun repeats it in its last line
+        if "torch" in sys.modules and not is_told:
             self._say("script", "has run", _say_if_done)
 
     def _say(self, what: str, does: str, tell: Callable[[str], None] = _warn) -> None:
-        if not self._is_over and multiprocessing.parent_process() is None:
-            self._is_over = True
-            tell(
+        if not self._has_joined and multiprocessing.parent_process() is None:
+            self._told = self._told or (
                 f"this {what} {does} on each of the {self._processes} processes by itself: they have joined no process "
                 f"group. {self._REMEDIES[what]}, or start the script with ddprun --auto. If it is meant: ddprun "
                 "--independent."
             )
+            tell(self._told)
 
 
 class _Then(MetaPathFinder):

@@ -17,16 +17,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import RLock
+from typing import Any
 
 EXIT_PREEMPTED = 75
 """The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 _HOSTS = ("lightning", "pytorch_lightning", "torchbearer", "torchmetrics")
 _OURS = frozenset(("ddp_callbacks", "torch", *_HOSTS, "contextlib", "functools", "importlib", "runpy"))
+_report = os.environ.get("DDP_CALLBACKS_REPORT")  # the pipe to ddprun; the recorder of times takes the variable away
+_MOST = 1000  # characters of a warning for ddprun; a pipe takes 4096 bytes whole or not at all
 _log = logging.getLogger("ddp_callbacks")
+_showing = RLock()
 
 
 class DDPCallbacksError(Exception):
@@ -98,10 +107,35 @@ def say(text: str, level: int = logging.INFO) -> None:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and show as its place the innermost line of the user's: not of this library, torch or a host.
 
-    Filters find it by the module that calls this.
+    Filters find it by the module that calls this. ddprun shows it, too, if it shows no rank that has the same.
     """
     frame, module = sys._getframe(), sys._getframe(1).f_globals["__name__"]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+    with _telling_ddprun(text):
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+@contextmanager
+def _telling_ddprun(text: str) -> Iterator[None]:
+    """Inside, tell ddprun that the warning ``text`` is shown, unless a filter of the program suppresses it."""
+    if not _report:
+        yield
+        return
+
+    def show_and_tell(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        show(message, category, filename, lineno, file, line)
+        if str(message) == text:
+            told = {"warning": f"{filename}:{lineno}: {category.__name__}: {text}"[:_MOST]}
+            with suppress(OSError), open(os.open(_report, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as pipe:
+                pipe.write(json.dumps(told, ensure_ascii=False).encode(errors="replace") + b"\n")  # if anybody reads
+
+    with _showing:
+        show, warnings.showwarning = warnings.showwarning, show_and_tell
+        try:
+            yield
+        finally:
+            warnings.showwarning = show

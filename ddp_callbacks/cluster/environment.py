@@ -39,7 +39,7 @@ Each line is JSON, and adds to what the lines before it say, or changes it:
 """
 
 REPORT = "DDP_CALLBACKS_REPORT"
-"""Environment variable: a pipe to ``ddprun``, to which a rank writes where its time goes, in lines of JSON."""
+"""Environment variable: a pipe to ``ddprun``, to which a rank writes in JSON where its time goes, and its warnings."""
 
 NO_REPORT = "DDP_CALLBACKS_NO_REPORT"
 """Environment variable: ``ddprun --no-report`` sets it to 1."""

@@ -15,7 +15,7 @@
         watch        passes on the job's output, restarts or ends it when something fails; outcome: reports how it ended
         members      the ranks that take part, those that were lost, and their successors
         output       files and the terminal, line by line, and standard input for rank 0
-        first_failure  finds which of several failures came first
+        first_failure  finds which of several failures came first; warned: shows warnings of ranks that are not shown
         join         adds nodes to a running job; what else a command asks of one is in reporting
         same         what all nodes must have alike
         doctor       checks the nodes

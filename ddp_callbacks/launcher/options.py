@@ -261,8 +261,9 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
             raise ConfigurationError(f"-x {name}: ddprun sets it for each process. Leave it out.")
         found = {name: value} if equals else {each: environ[each] for each in environ if fnmatchcase(each, name)}
         if not found:
-            instead = f", or write -x {name}=VALUE" if name.isidentifier() else ""
-            raise ConfigurationError(f"-x {name}: no such variable is set here. Set it{instead}.")
+            if name.isidentifier():
+                raise ConfigurationError(f"-x {name}: no such variable is set here. Set it, or write -x {name}=VALUE.")
+            raise ConfigurationError(f"-x {name}: no variable with such a name is set here. Set one, or leave it out.")
         variables.update(found)
     for name, value in variables.items():
         if name.endswith("_VISIBLE_DEVICES") and not _PLAIN.fullmatch(value) and not all(n.is_here for n in nodes):

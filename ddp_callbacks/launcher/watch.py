@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from signal import Signals
@@ -18,6 +19,7 @@ from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
 from ddp_callbacks.launcher.outcome import Outcome, causes, where
 from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.warned import Warned
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.requests import JOINED, write_answer
 
@@ -42,6 +44,7 @@ class Watch:
         self._restart: asyncio.Task[None] | None = None  # ends all ranks and starts them again
         self._joining: asyncio.Task[None] | None = None  # adds nodes
         self._told_kept = False  # whether a rank is told to be kept alive
+        self._warned = Warned(output)
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
@@ -50,9 +53,11 @@ class Watch:
                 await self._take(*event)
             self._restart, self._joining = _unfinished(self._restart), _unfinished(self._joining)
             self._restart_when_written()
+            await self._show_warnings(time.monotonic())
             await self._end_those_kept_alive()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
+        await self._show_warnings(math.inf)
         return await asyncio.to_thread(self._outcome().conclude)
 
     def _outcome(self) -> Outcome:
@@ -64,6 +69,11 @@ class Watch:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
         self._report.note(text)
         await asyncio.to_thread(self._output.note, text)
+
+    async def _show_warnings(self, now: float) -> None:
+        """Show what only ranks that are not shown have warned of, once it is time."""
+        for name, rank, text in self._warned.due(now):
+            await asyncio.to_thread(self._output.quote, name, rank, text.splitlines())
 
     # --- reports of the nodes -----------------------------------------------------------------------------------------
 
@@ -100,6 +110,8 @@ class Watch:
         written = os.fsencode(data)
         self._report.hear(node.plan.name, rank, stream, written)
         successor = self._members.successors.get(rank)
+        if stream == "r":
+            self._warned.hear(node.plan.name, rank, written)
         if (end := successor or self._ranks.get(rank)) is not None and stream not in "or":
             end.hear(stream, written)
         if successor is not None and not self._is_over and is_ready(successor.text("f")):

@@ -83,6 +83,8 @@ class Collector:
                     self._take(own, json.loads(line))
 
     def _take(self, own: Rank, said: dict[str, Any]) -> None:
+        if "warning" in said:
+            return
         if "spans" in said:
             own.spans += [Span(said["step"], *span) for span in said["spans"]]
             return

@@ -23,7 +23,7 @@ def innermost(text: str) -> str:
     """
     frames = _FRAME.findall(text.rpartition("(most recent call first):\n")[2])
     if not frames:
-        return "no Python code runs there: it starts or ends" if text else ""
+        return "Python is still starting there, or has ended" if text else ""
     own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
     return ", in ".join(f"{path}:{line} in {name}" for path, line, name in dict.fromkeys((own, frames[0])))
 

@@ -61,6 +61,26 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
     assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads} 127.0.0.1\n"
 
 
+WARNS = """
+import os, time
+from ddp_callbacks.errors import warn
+del os.environ["DDP_CALLBACKS_REPORT"]  # as the recorder does
+while os.environ["RANK"] == "1" and not os.path.exists("said"):
+    time.sleep(0.01)
+warn("all")
+open("said", "w").close()
+if os.environ["RANK"] == "1":
+    warn("one")
+"""
+
+
+def test_a_warning_of_rank_1_alone_is_shown_and_one_of_all_ranks_once(tmp_path: Path) -> None:
+    done = ddprun("--nproc-per-node", "2", write(tmp_path, WARNS), cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if "Warning" in line]
+    shown = ["0] {}:7: UserWarning: all", "1] {}:10: UserWarning: one"]
+    assert said == [f"[localhost:{each.format(tmp_path / 'script.py')}" for each in shown], done.stderr
+
+
 def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: Path) -> None:
     script = "import os, sys\nif os.environ['RANK'] == '0': print(sum(map(int, sys.stdin)), flush=True)"
     numbers = "\n".join(map(str, range(200_000)))

@@ -136,6 +136,12 @@ def test_a_long_line_of_a_traceback_is_shown_without_its_middle_and_kept_whole(t
     assert kept.endswith(f"\nValueError: {'x' * 200_000}\n")
 
 
+def test_ctrl_c_while_a_rank_imports_modules_shows_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
+    _, shown, kept = left_by(tmp_path, "import slow")
+    assert shown == "KeyboardInterrupt\n" and kept.count("File") == 2
+
+
 def test_a_rank_that_stops_because_of_another_one_shows_one_line(tmp_path: Path) -> None:
     _, shown, kept = left_by(tmp_path, PEER)
     assert shown == f"ddp_callbacks.errors.PeerError: {QUOTED}\n"

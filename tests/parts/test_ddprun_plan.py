@@ -254,6 +254,11 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert binding.cores_of_ranks(kind, ranks, None, str(tmp_path)) == (cores, ""), (kind, ranks)
     assert binding.cores_of_ranks("core", 2, None, "/no/numa")[0] == [{8, 4, 1, 5}, {2, 6, 3, 7}]
+    four = "0 | 1-2,7 | 3 | 4"
+    assert binding.describe_cores([{0}, {1, 2, 7}, {3}, {4}], "") == f"on cores {four}"
+    many = [*({core} for core in range(9)), {0, 1}]
+    shown = "on cores 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | ... | 0-1, which ranks share, why"
+    assert binding.describe_cores(many, "why") == shown
     assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from ddp_callbacks.auto import _Alone
+from ddp_callbacks.errors import warn
 from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.first_failure import End
 from ddp_callbacks.launcher.members import Members
@@ -152,6 +154,33 @@ def test_a_script_that_ends_with_an_error_or_its_help_is_not_told_that_it_trains
     output = MagicMock()
     assert asyncio.run(Watch(launch, output).run()) == code
     assert ("they have joined no process group" in str(output.note.call_args_list)) == is_told
+
+
+def test_a_warning_of_a_rank_that_is_not_shown_is_shown_once_unless_one_that_is_has_it_too() -> None:
+    def warns(rank: int, data: str) -> Report:
+        return rank, "Wrote", {"rank": rank, "stream": "r", "data": data}
+
+    all_have, one_has = '{"warning": "t.py:1: all"}\n', '{"warning": "t.py:2: one"}\n'
+    wrote = [warns(1, all_have + one_has[:20]), warns(0, all_have), warns(1, one_has[20:] + one_has)]
+    launch: Any = Launch("-H h1:1,h2:1", [*BOTH, *wrote, ended(0, 0), ended(1, 0)])
+    output = MagicMock(shows=lambda rank: rank == 0)
+    asyncio.run(Watch(launch, output).run())
+    assert [call.args for call in output.quote.call_args_list] == [("h2", 1, ["t.py:2: one"])]
+    output.write.assert_not_called()
+
+
+@pytest.mark.parametrize("action", ["always", "ignore"])
+def test_a_rank_tells_ddprun_of_a_warning_that_the_program_does_not_suppress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Any
+) -> None:
+    (tmp_path / "pipe").touch()
+    monkeypatch.setattr("ddp_callbacks.errors._report", str(tmp_path / "pipe"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        warn("look", RuntimeWarning)
+    told = [{"warning": f"{each.filename}:{each.lineno}: RuntimeWarning: look"} for each in caught]
+    assert len(told) == (action == "always")
+    assert [json.loads(line) for line in (tmp_path / "pipe").read_text().splitlines()] == told
 
 
 # --- continuing without what was lost; rank 0 runs on h1, ranks 1 and 2 on h2 -----------------------------------------

@@ -149,7 +149,7 @@ def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> 
     assert innermost(STACKS + MINE) == own
     assert innermost(STACKS + WAITS + MINE) == f"{own}, in /env/site-packages/{library}"
     assert innermost(STACKS + WAITS) == f"/env/site-packages/{library}"
-    assert innermost(STACKS) == "no Python code runs there: it starts or ends"
+    assert innermost(STACKS) == "Python is still starting there, or has ended"
     lines = {"0": innermost(STACKS + WAITS + MINE), "1": innermost(STACKS + MINE), "2": innermost("")}
     assert summary(lines) == [
         f"1: {own}",

@@ -153,7 +153,7 @@ DDPRUN: list[Row] = [
     ("-H a --hostfile f t.py", "-H and --hostfile both name the nodes. Use one of them."),
     ("--hostfile /no/file t.py", "cannot read the host file /no/file: "),
     ("-x NO_SUCH t.py", "-x NO_SUCH: no such variable is set here. Set it, or write -x NO_SUCH=VALUE."),
-    ("-x NO_SUCH_* t.py", "-x NO_SUCH_*: no such variable is set here. Set it."),
+    ("-x NO_SUCH_* t.py", "-x NO_SUCH_*: no variable with such a name is set here. Set one, or leave it out."),
     ("-x =1 t.py", "-x takes NAME or NAME=VALUE, got '=1'."),
     ("--show-ranks 0-3 t.py", "argument --show-ranks: takes rank numbers separated by commas, or all, got '0-3'. See"),
     (

@@ -241,7 +241,7 @@ class Total(Metric):  # type: ignore[misc]
 
 class InAnObject(Total):
     def reset(self, state: Any) -> None:
-        self.sums = defaultdict(float)
+        self.sums = defaultdict(lambda: 0.0)
 
     total = property(lambda self: self.sums["total"], lambda self, value: self.sums.update(total=value))
     count = property(lambda self: self.sums["count"], lambda self, value: self.sums.update(count=value))

@@ -93,13 +93,15 @@ def _is_over() -> bool:
 
 
 def _shorten(text: str, exception: BaseException, log: int) -> str:
-    """Return the end of a traceback, from a whole frame; only the message if it tells of another rank's failure.
+    """Return the end of a traceback, from a whole frame.
 
+    Only the last line if it tells of another rank's failure, or of a Ctrl-C while the program still imports modules.
     Long lines lose their middle. All of it goes to ``log``, a descriptor.
     """
     is_of_another = type(exception).__name__ == "PeerError"
+    is_early = isinstance(exception, KeyboardInterrupt) and _imports(exception.__traceback__)
     lines = [_cut(line) for line in text.splitlines(keepends=True)]
-    if len(lines) <= _LINES and "".join(lines) == text and not is_of_another:
+    if len(lines) <= _LINES and "".join(lines) == text and not is_of_another and not is_early:
         return text
     with suppress(OSError):
         os.set_blocking(log, True)  # it may be more than a pipe holds
@@ -107,10 +109,19 @@ def _shorten(text: str, exception: BaseException, log: int) -> str:
     if is_of_another:
         message = str(exception).partition("\nThis is rank ")[0]
         return f"{type(exception).__module__}.{type(exception).__name__}: {message}\n"
+    if is_early:
+        return lines[-1]
     if (cut := len(lines) - _LINES) <= 0:
         return "".join(lines)
     start = next((cut + number for number, line in enumerate(lines[cut:]) if line.startswith('  File "')), cut)
     return "".join([lines[0], f"  ... {start - 1} more lines are in the log\n", *lines[start:]])
+
+
+def _imports(trace: TracebackType | None) -> bool:
+    """Whether the traceback leads from the script into a module that is being imported."""
+    import traceback
+
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(trace)].count("<module>") > 1
 
 
 def _record(exception: BaseException) -> dict[str, object]:

@@ -8,10 +8,11 @@ from glob import glob
 from itertools import pairwise
 
 KINDS = ("none", "core", "numa")
+_MOST = 8  # ranks whose cores are shown
 
 
 def cores_of_ranks(kind: str, ranks: int, visible: str | None = None, root: str = "/") -> tuple[list[set[int]], str]:
-    """Return the cores of each rank: all, an equal part of them, or those of a NUMA node; and what to say of it.
+    """Return the cores of each rank: all, an equal part of them, or those of a NUMA node; and why, with GPUs.
 
     Memory comes from the NUMA node of the core that writes it first. If there are more ranks than cores, ranks share
     cores. If there are more ranks than NUMA nodes, each gets an equal part of all cores, in the order of the nodes.
@@ -35,6 +36,21 @@ def cores_of_ranks(kind: str, ranks: int, visible: str | None = None, root: str 
     if kind == "numa" and ranks <= len(nodes):
         return [list(nodes.values())[rank * len(nodes) // ranks] for rank in range(ranks)], says
     return _parts(list(nodes.values()), ranks), says
+
+
+def describe_cores(cores: list[set[int]], why: str) -> str:
+    """Say which cores the ranks have, whether they share any, and ``why`` these."""
+    shown = [_listed(each) for each in cores]
+    cut = [*shown[:_MOST], "...", shown[-1]] if len(shown) > _MOST + 1 else shown
+    shares = ["which ranks share"] if sum(map(len, cores)) > len(set().union(*cores)) else []
+    return ", ".join([f"on cores {' | '.join(cut)}", *shares, *filter(None, [why])])
+
+
+def _listed(cores: set[int]) -> str:
+    """Return core numbers as a text such as ``0-3,8``."""
+    begins = [core for core in sorted(cores) if core - 1 not in cores]
+    ends = [core for core in sorted(cores) if core + 1 not in cores]
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in zip(begins, ends, strict=True))
 
 
 def _parts(nodes: list[set[int]], count: int) -> list[set[int]]:

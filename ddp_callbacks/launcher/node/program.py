@@ -17,7 +17,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from ddp_callbacks.launcher.node.answers import Answers, Refusal, describe, hold_port
-from ddp_callbacks.launcher.node.binding import cores_of_ranks
+from ddp_callbacks.launcher.node.binding import cores_of_ranks, describe_cores
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import (
@@ -129,7 +129,8 @@ class Node(Answers):
         try:
             self._start_store(how.store)
             self._ending.spared = descendants()
-            cores, bound = cores_of_ranks(how.bind, len(how.ranks), found.get("CUDA_VISIBLE_DEVICES"))
+            cores, why = cores_of_ranks(how.bind, len(how.ranks), found.get("CUDA_VISIBLE_DEVICES"))
+            bound = describe_cores(cores, why) if how.bind != "none" else ""
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 size = None if how.shown and rank not in how.shown else how.size

@@ -11,7 +11,7 @@ class Wrote(NamedTuple):
     Its stream is ``o`` (standard output), ``e`` (standard error, or both if they are one), ``s`` (the stacks of its
     threads, as Python's faulthandler writes them), ``f`` (the record of its failure, see
     :mod:`ddp_callbacks.launcher.hook`, or before it that a successor is ready) or ``r`` (where its time goes, see
-    :mod:`ddp_callbacks.reporting`).
+    :mod:`ddp_callbacks.reporting`, and which of our warnings it has shown, see :func:`ddp_callbacks.errors.warn`).
     """
 
     rank: int
