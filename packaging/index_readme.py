@@ -13,7 +13,7 @@ def for_index(text: str, home: str, tag: str) -> str:
     """Links lead to the repository at ``home``, and commands install from the index."""
     for here, there in (
         ("git clone ADDRESS ddp_callbacks     # the address of this repository", f"git clone {home} ddp_callbacks"),
-        ("In the folder of this repository (no package index has it yet):", "From the package index:"),
+        ("In the folder of this repository:", "From the package index:"),
         ('".[lightning]"            # or ".[torchbearer]"', '"ddp_callbacks[lightning]"    # or [torchbearer]'),
         ("- No release yet, no known users;", "- No known users;"),
     ):

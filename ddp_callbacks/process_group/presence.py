@@ -137,6 +137,7 @@ class Presence:
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self.exchanges.forget()
+        self.drawn.count = 0  # a rank that failed may have drawn alone
         self.beginning = None
         self.heard.forget_before(run)
 

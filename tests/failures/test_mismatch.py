@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ranks import HOSTNAME, Nursery, Rank, note, noting_errors
+from kit.ranks import HOSTNAME, Nursery, Rank, note, noting_errors, run_distributed
 from misfortunes import believe_in_hosts, my_rank
 from side_by_side import World, run_side_by_side
 from torch import nn
@@ -125,6 +125,19 @@ def fail_again_and_again(times: int) -> None:
                 thread.join()
         held.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
     note("held", held)
+
+
+def draw_in_vain() -> int:
+    join_process_group()
+    begin_run()
+    if my_rank() == 0:
+        presence().drawn.note(2, 0)
+    begin_run()
+    return presence().drawn.count
+
+
+def test_batches_that_a_rank_drew_before_it_failed_do_not_count_in_the_next_run() -> None:
+    assert run_distributed(draw_in_vain, 2) == [0, 0]
 
 
 class Late:

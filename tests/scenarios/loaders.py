@@ -186,7 +186,7 @@ def rows_of(batches: Any, number: int | None = None) -> tuple[Rows, int]:
 
 
 def begin(name: str, how: Any, seed: int) -> tuple[Any, RunRandomState]:
-    warnings.filterwarnings("ignore", ".*global generator, and the steps do, too")
+    warnings.filterwarnings("ignore", ".*global generator, and the steps or other")
     seed_all(seed)
     loader, run = resumable_loader(LOADERS[name](), how), RunRandomState()
     run.synchronize()

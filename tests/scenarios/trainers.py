@@ -277,7 +277,9 @@ def quiet() -> Iterator[None]:
             for category in (UserWarning, DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category)
             warnings.filterwarnings("error", category=UserWarning, module="ddp_callbacks")
-            warnings.filterwarnings("ignore", BY_PART)
+            warnings.filterwarnings(
+                "ignore", f"{BY_PART}|.* from a global generator, and the steps or other loaders do"
+            )
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
