@@ -51,20 +51,20 @@ def _own(part: Any, known: Collection[int]) -> dict[str, Any]:
 
 
 def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
-    """Restore the attributes that had changed, and that ``on_load_checkpoint`` has not restored already. Local.
+    """Restore the attributes that had changed. Local.
 
     On another number of ranks, attributes that differed between the ranks are left out; those of a single rank are
-    kept, and may be sums over samples. Rank 0 warns of both.
+    kept, and may be sums over samples. Rank 0 warns of both, unless ``on_load_checkpoint`` has set what is kept.
 
     Args:
         states: The result of :func:`ddp_callbacks.data.attributes.changed` on each rank.
         device: For tensors that were not on the CPU.
     """
-    now = checksums_of(attributes_of(module))
-    mine = {name: value for name, value in states.mine.items() if now.get(name) != checksum_of(value)}
-    doubtful = [name for name in mine if not states.is_same_world and not _is_common(name, states)]
+    now = checksums_of(attributes_of(module)) if len(states.of_ranks) == 1 else {}
+    new = [name for name, value in states.mine.items() if now.get(name) != checksum_of(value)]
+    doubtful = [name for name in new if not states.is_same_world and not _is_common(name, states)]
     lost = doubtful if len(states.of_ranks) > 1 else []
-    set_attributes(module, {name: decode(value, device) for name, value in mine.items() if name not in lost})
+    set_attributes(module, {name: decode(value, device) for name, value in states.mine.items() if name not in lost})
     if doubtful and states.rank == 0:
         names = ", ".join(f"{type(module).__name__}.{name}" for name in doubtful)
         warn(
