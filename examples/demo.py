@@ -19,7 +19,7 @@ NEXT = f"""
 Next, with {PROGRAMS} first in your PATH:
   ddprun --nproc-per-node 4 examples/digits_lightning/train.py     # four processes
   ddprun --keep-going --nproc-per-node 2 examples/digits_lightning/train.py --epochs 99 --patience 99
-  pkill -9 -n -f train.py      # meanwhile, in another terminal: it kills the newest process
+  kill -9 $(pgrep -n -f digits_lightning/train.py)                 # meanwhile, in another terminal: the newest process
   ddprun doctor -H localhost,ANOTHER                               # can another machine take part?
 """
 

@@ -136,5 +136,5 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,
         "line": re.split(r"[\r\n]", text)[-1].strip(),
-        **{name: rank.said[name] for name in ("epoch", "validates", "gradients", "exchanging", "memory", "about")},
+        **{name: rank.said[name] for name in ("epoch", "stage", "gradients", "exchanging", "memory", "about")},
     }

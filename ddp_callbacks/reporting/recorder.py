@@ -81,6 +81,13 @@ class Recorder:
             self._exchange += now - self._launched
             self._launched, self._sums = 0.0, self._sums + 1
 
+    def wait(self, since: float) -> None:
+        """Count the time since then as that of a wait, amid a part that ends with the next mark."""
+        waited = time.perf_counter() - since
+        if self._has_begun:
+            self._seconds[WAITING] += waited
+            self._last += waited
+
     def launch(self, bucket: int = 0) -> None:
         """Note that a sum over the ranks begins."""
         now = time.perf_counter()
@@ -163,7 +170,7 @@ class Recorder:
             "steps": self._steps,
             "epoch": self._epoch,
             "validation": self._validations,
-            "validates": self._validates,
+            "stage": "validating" if self._validates else "training" if self._has_begun else "",
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "exchanging": round(self._waits.exchanging(), 4),
             "memory": _memory(),

@@ -67,7 +67,7 @@ def _advice(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what to do if all ranks seem to hang: if one does, the others wait for it."""
     since = min((rank["stepped"] for rank in ranks), default=0.0)
     usual = max((sum(rank["seconds"].values()) / max(rank["steps"], 1) for rank in ranks), default=0.0)
-    if since > max(_LATELY, _STUCK * usual) and not any(rank["validates"] for rank in ranks):
+    if since > max(_LATELY, _STUCK * usual) and all(rank["stage"] == "training" for rank in ranks):
         yield f"No rank has taken a step for {in_words(since)}. Where they are: ddprun stacks"
 
 
@@ -79,7 +79,7 @@ def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = rank["seconds"]
     waits = seconds[WAITING] / (sum(seconds.values()) or 1.0)
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
-    stepped = f"{in_words(rank['stepped'])} ago{', validating' * rank['validates']}"
+    stepped = f"{in_words(rank['stepped'])} ago{', validating' * (rank['stage'] == 'validating')}"
     is_still = rank["is_lost"] or rank["stepped"] > _LATELY
     steps = f"{rank['steps']:,}", f"{0.0 if is_still else _rate(rank['samples']):.3g}"
     last = "lost" if rank["is_lost"] else stepped, rank["line"][:_LINE]

@@ -170,4 +170,7 @@ def _of_job(data: Data) -> Iterator[str]:
             'Trainer(profiler="simple") tells in which; ddprun stacks shows where the ranks are just now.'
         )
     if shares[VALIDATING] > _LONG:
-        yield f"Validation takes {percent(shares[VALIDATING])}: validate less often, or with a larger batch."
+        yield (
+            f"Validation takes {percent(shares[VALIDATING])}, with what follows it until the next batch, such as a "
+            "checkpoint: validate and save less often, or validate with a larger batch."
+        )

@@ -57,7 +57,7 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
                 "stepped": 0.1,
                 "is_lost": False,
-                "validates": False,
+                "stage": "training",
                 "line": "epoch 1",
                 "epoch": 2,
                 "gradients": [23_000_000, steps, 23.0],
@@ -177,10 +177,10 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["ranks"][1]["steps"] == 1000
 
 
-def said(process: int, steps: int, **more: int) -> bytes:
+def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known |= {"exchanging": 1.0, "validates": False}
+    known |= {"exchanging": 1.0, "stage": "training"}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
@@ -244,8 +244,10 @@ def test_a_rank_that_hangs_or_is_lost_is_seen_in_the_table(monkeypatch: pytest.M
     assert "21 s ago" in first and "21 s ago" in second and lost.endswith("  lost")
     assert says == "No rank has taken a step for 21 s. Where they are: ddprun stacks"
     for rank in (0, 1):
-        collector.hear("a", rank, "r", said(rank, 80, validates=True))
+        collector.hear("a", rank, "r", said(rank, 80, stage="validating"))
     assert "21 s ago, validating" in table(collector.data()) and "No rank has" not in table(collector.data())
+    collector.hear("a", 0, "r", said(0, 80, stage=""))  # its training is over, and the script is not
+    assert "No rank has" not in table(collector.data())
     collector.hear("a", 2, "r", said(7, 1))  # its successor
     assert "lost" not in table(collector.data())
 
