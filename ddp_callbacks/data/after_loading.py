@@ -66,6 +66,7 @@ class _Produced:
             self._drawn, self._state.state = position["drawn"], position["drawing"]
             set_global_state(start.before, whole.sources)
             return
+        before = start.attributes.take()
         with self._state.drawing():
             for batch in itertools.islice(batches, position["drawn"]):
                 self._note(batch)
@@ -76,7 +77,7 @@ class _Produced:
                 f"the first {self._drawn} of the pass have the checksum {self._checksum}, and the {position['drawn']} "
                 f"there had {expected}",
             )
-        start.attributes.put(start.plain)
+        start.attributes.put_others(start.plain, before)  # the state has what batches fetched ahead have changed, too
 
     def _note(self, batch: Any) -> None:
         self._drawn += 1

@@ -108,6 +108,11 @@ class OrderAttributes:
             if is_free or (name in plain and checksum_of(encode(plain[name])) != checksum_of(value)):
                 held[attribute] = _refilled(held.get(attribute), decode(encode(value), "cpu"))
 
+    def put_others(self, attributes: Attributes, before: Attributes) -> None:
+        """Like :meth:`put`, for the attributes that are still as they were ``before``."""
+        now, then = checksums_of(self.plain()), {name: checksum_of(value) for name, value in before.items()}
+        self.put({name: value for name, value in attributes.items() if now.get(name) == then.get(name)})
+
     def start_from(self, attributes: Attributes) -> None:
         """Set attributes to these values, and save what changes from now on."""
         self.put({name: encode(value) for name, value in attributes.items()})

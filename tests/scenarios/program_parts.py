@@ -290,6 +290,24 @@ class DrawnBatches(Sampler[list[int]]):
         return (drawn_by(self.library, self.samples) for _ in range(len(self)))
 
 
+class CountedStream(Stream):
+    """What a sample is depends on how many there were. Without a length: hosts draw a batch ahead."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in self.rows:
+            self.seen += 1
+            yield self.rows[self.seen % 7 % len(self.rows)]
+
+
+@part("trainer", kind="train")
+def iterable_that_counts(p: Build) -> None:
+    p.train = DataLoader(CountedStream(p.data(p.rng.randint(12, 26))), p.rng.randint(3, 7))
+
+
 DRAWN = ("torch", "python", "numpy")
 TURNS = "draws from a copy"  # in a run that may stop anywhere
 

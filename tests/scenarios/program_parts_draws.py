@@ -298,7 +298,8 @@ AUGMENTATIONS: dict[str, Change] = {
 
 
 STREAMS = (  # they have loaded their samples before
-    "iterable iterable_that_draws iterable_without_length validation_stream batches_that_are_made_already"
+    "iterable iterable_that_counts iterable_that_draws iterable_without_length validation_stream "
+    "batches_that_are_made_already"
 )
 
 

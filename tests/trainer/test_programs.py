@@ -30,6 +30,7 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "an iterable that takes turns with a model that draws": Program(
         "trainer", 1, ("iterable_that_draws=torch", "noise_in_training=randn_like")
     ),
+    "an iterable that counts its samples, after a cut": Program("trainer", 1, ("iterable_that_counts",), 0.2),
     "a batch sampler that takes turns with a model that draws": Program(
         "trial", 1, ("batch_sampler_that_draws=numpy", "noise_in_training=numpy_beta")
     ),
