@@ -55,6 +55,7 @@ class _Produced:
         """Return the loader's iterator, after the batches that an earlier run used."""
         with self._state.drawing(), spared_workers(self._whole.loader):
             batches: Iterator[Any] = iter(self._whole.loader)
+        self._state.has_drawn = False  # a DataLoader draws the seed of its workers
         if self._start and self._start.position and self._start.position["drawn"]:
             self._skip(batches, self._start, self._start.position)
         return batches
@@ -88,7 +89,7 @@ class _Produced:
     def draw(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the remaining batches, the same ones on every rank. A collective."""
         for number in itertools.count():
-            if self._whole.draws_here and self._start is None:
+            if self._whole.draws_here and self._start is None and (number == 0 or self._state.has_drawn):
                 self._state.follow()
             with self._state.drawing():
                 batch = next(batches, _END)

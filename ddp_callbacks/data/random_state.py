@@ -38,11 +38,14 @@ class OwnRandomState:
 
     Attributes:
         state: The state that the next :meth:`drawing` starts from.
+        has_drawn: Whether code inside has drawn.
         takes_turns: Whether code inside and outside have both drawn from a library's global state.
     """
 
+    has_drawn = takes_turns = False
+
     def __init__(self) -> None:
-        self.state, self.takes_turns = get_global_state(), False
+        self.state = get_global_state()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -54,8 +57,9 @@ class OwnRandomState:
             yield
         finally:
             self.state = get_global_state()
+            are_drawn = [not is_same_state([one], [other]) for one, other in zip(begin, self.state, strict=True)]
+            self.has_drawn = self.has_drawn or any(are_drawn)
             if any(are_touched):
-                are_drawn = [not is_same_state([one], [other]) for one, other in zip(begin, self.state, strict=True)]
                 self.takes_turns = self.takes_turns or any(map(operator.and_, are_touched, are_drawn))
                 both = zip(are_touched, before, self.state, strict=True)
                 set_global_state([state if is_touched else advanced for is_touched, state, advanced in both])
@@ -82,7 +86,7 @@ class SharedRandomState(OwnRandomState):
         if get_world_size(group) > 1:
             self.begin = broadcast_object(self.begin, _PURPOSE, group)
             set_generators(sources, self.begin[GLOBAL:])
-        self._group, self.takes_turns = group, False
+        self._group = group
         self.rewind()
 
     def follow(self) -> None:
