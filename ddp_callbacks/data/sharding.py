@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -243,7 +244,10 @@ class _WithShares:
     def __iter__(self) -> Iterator[tuple[Any, Share]]:
         batches = iter(self._loader)
         drawn = batches if isinstance(batches, ShardedIterator) else _Undivided(batches)
+        begin: list[torch.Tensor] = []
         for number, batch in enumerate(drawn):
+            if number and self._draws is not None:
+                self._draws.note_loading(begin)
             if number == 0 and self._draws is not None and get_world_size() > 1:
                 self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
             share = batches.take_share() if isinstance(batches, ShardedIterator) else None
@@ -251,6 +255,7 @@ class _WithShares:
             yield batch, share or _share_of_own(batch)
             if self._draws is not None:
                 self._draws.note_outside(before)
+                begin = states_of(default_generators())
         if self._draws is not None:
             self._draws.warn()
 

@@ -24,7 +24,7 @@ class Decisions:
     If all ranks decide to stop at one moment, they stop there, as one process does. If only some do, all stop at the
     first moment that no rank has passed. What a rank has decided has no effect before: it would wait for the others.
 
-    Lightning communicates in signal handlers, whatever the other ranks are purpose, and asks each rank's own clock
+    Lightning communicates in signal handlers, whatever the other ranks are doing, and asks each rank's own clock
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes these, and asks the others.
 
     Attributes:

@@ -54,6 +54,10 @@ _PADDED = (
     "if collate_fn pads each part to its own longest sample; pad all to one length"
 )
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
+_LOADING = (
+    "the loop's sampler or iterable data set draws from torch's global generator, and the batches do, too: give it a "
+    "generator of its own"
+)
 OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
 PREDICTED = (
     "a prediction draws: each process computes whole batches, and draws its own numbers. If they must be those of one "
@@ -154,6 +158,15 @@ class WholeDraws:
         continues = any(are_equal(after, states) for states in (before, self._states or []))
         if "whole" in self._ways.values() and not continues:
             self._by_program.add(_OUTSIDE)
+
+    def note_loading(self, before: list[torch.Tensor]) -> None:
+        """Note whether a loader draws from another state than batches, with which one process lets it take turns.
+
+        Args:
+            before: The states of the default generators before the batch was loaded.
+        """
+        if "whole" in self._ways.values() and not are_equal(before, states_of(default_generators())):
+            self._by_program.add(_LOADING)
 
     def note_apart(self, why: str) -> None:
         """Note why the rows of batches were unknown here, if one of them has drawn; nothing if ``why`` is empty."""

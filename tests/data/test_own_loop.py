@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -130,6 +131,25 @@ def test_what_the_body_of_a_loop_draws_beside_its_batches_is_named() -> None:
     run(False, True)
     with pytest.warns(UserWarning, match=r"code of the loop draws outside of `with draws\.batch\(share\.rows\)`"):
         run(True, True)
+
+
+class Drawing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.randn(3) for _ in range(4 * BATCH_SIZE))
+
+
+@WORLD
+def test_a_loader_that_would_take_turns_with_the_batches_of_a_loop_is_named() -> None:
+    def run(draws_inside: bool) -> None:
+        draws = WholeDraws(nn.Identity())
+        for x, share in with_shares(shard_loader(DataLoader(Drawing(), BATCH_SIZE)), draws):
+            with draws.batch(share.rows):
+                nn.functional.dropout(x) if draws_inside else x
+
+    run(False)
+    match = "the loop's sampler or iterable data set draws from torch's global generator, and the batches do, too"
+    with pytest.warns(UserWarning, match=match) if get_rank() == 0 else contextlib.nullcontext():
+        run(True)
 
 
 @WORLD
