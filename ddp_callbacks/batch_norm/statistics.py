@@ -9,7 +9,6 @@ have one, or none.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.topology import choose_all_reduce
-from ddp_callbacks.reporting.recorder import recorder
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,10 +122,7 @@ class BatchStatistics:
 
     def _sum(self, message: torch.Tensor, purpose: str) -> None:
         """All-reduce in place; under NCCL the stream waits, not the host."""
-        begin, own = time.perf_counter(), recorder()
         self._all_reduce.launch(message, purpose).wait()
-        if own is not None:
-            own.wait(begin)
 
 
 def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

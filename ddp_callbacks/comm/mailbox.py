@@ -122,11 +122,7 @@ class Mailbox:
         Raises:
             PeerError: Another rank failed, died or went silent.
         """
-        for _ in range(_SPINS):
-            if self.comes(number):
-                break
-            os.sched_yield()
-        else:
+        if not self.comes(number):
             wait(Arrival(self, number), purpose, alive(self._group))
         for posts in self._posts:
             posts.pop(number - 1, None)
@@ -179,6 +175,10 @@ class Arrival:
         Raises:
             RuntimeError: The timeout has passed.
         """
+        for _ in range(_SPINS):
+            if self.mailbox.comes(self.number):
+                return True
+            os.sched_yield()
         if self.mailbox.comes(self.number, seconds):
             return True
         if time.monotonic() - self.since > self.mailbox.timeout.total_seconds():

@@ -34,7 +34,6 @@ from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
-from ddp_callbacks.replicas.step_times import Part
 
 _SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
 SKIPPED = object()
@@ -137,7 +136,6 @@ class Run:
             return False
         training = self._trainer.training
         loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
-        self._mark("between steps")
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
@@ -148,7 +146,8 @@ class Run:
         results = _logged.results_of(self._trainer)
         if results is not None:
             results.begin_batch(joins_steps)
-        self._mark(None)
+        if training and self._checks is not None:
+            self._checks.times.mark("between steps")
         return self.batches.is_padding
 
     def computing(self) -> AbstractContextManager[None]:
@@ -251,9 +250,7 @@ class Run:
         If a backward comes next, the answers travel with the gradients.
         """
         if (carrier := self._carrier()) is None:
-            self._mark("in forward")
             answers = all_gather_object(skips, _SKIPS)
-            self._mark(None)
             if all(answers) and self._synchronizer is not None:
                 self._synchronizer.synchronize()  # gradients that were accumulated before
             return answers
@@ -326,10 +323,6 @@ class Run:
                 merge_buffers(model, self._trained)
         self._trained = 0
 
-    def _mark(self, part: Part | None) -> None:
-        if self._trainer.training and self._checks is not None:
-            self._checks.times.mark(part)
-
     def _before_batch_end(self) -> None:
         results = _logged.results_of(self._trainer)
         results.end_batch()
@@ -341,7 +334,6 @@ class Run:
             self.decisions.pass_moment()
         if results.joins_steps and (self._is_read(results) or results.is_full):
             results.join()
-        self._mark(None)
 
     def _is_read(self, results: Any) -> bool:
         """Whether anything on any rank reads logged values of this step. A collective in evaluations."""

@@ -8,6 +8,7 @@ left, or waits for this one in a different exchange. Only a wait of more than a 
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import OWN_THREADS, Presence, found, is_aborted, presence
 from ddp_callbacks.process_group.presence import enter as enter
+from ddp_callbacks.reporting.stopwatch import note_wait
 
 _SLICE = timedelta(seconds=0.1)  # how often a waiting rank checks what it has heard
 _LONG = 10  # slices of a wait before the others are told
@@ -68,7 +70,7 @@ def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
             timeout.
         MismatchError: Another rank waits for this one in another exchange.
     """
-    here = found()
+    begin, here = time.perf_counter(), found()
     run = 0 if here is None else here.run
     try:
         if not _wait_first_slices(pending, here):
@@ -77,6 +79,8 @@ def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
             raise RuntimeError(_ABORTED)  # the result may be meaningless
     except (MismatchError, RuntimeError) as error:
         _fail(error, purpose, group, run)
+    if not _is_beside_training():
+        note_wait(begin)
 
 
 @contextmanager
@@ -117,13 +121,16 @@ def _is_of_earlier_run(group: dist.ProcessGroup, run: int) -> bool:
     return run != presence().run or group not in known_groups()
 
 
+def _is_beside_training() -> bool:
+    return threading.current_thread().name.startswith(OWN_THREADS)
+
+
 def _wait_long(pending: Pending, purpose: str, group: dist.ProcessGroup, run: int) -> None:
     here, begins = presence(), purpose == BEGIN
     started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
     # At the begin of the next run, a rank waits for the others to give up the failed run.
     place = here.place(purpose, group, started, failed=begins and here.failed)
-    is_beside_training = threading.current_thread().name.startswith(OWN_THREADS)
-    with nullcontext() if is_beside_training else here.waiting(place):
+    with nullcontext() if _is_beside_training() else here.waiting(place):
         look(here, place, begins)
         while not _wait_slice(pending):
             if _is_of_earlier_run(group, run):

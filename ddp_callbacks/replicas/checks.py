@@ -55,8 +55,6 @@ class ReplicaChecks:
     def after_step(self, optimizers: Sequence[Any], epoch: int, step: int) -> None:
         """Compare the replicas, if it is time. A collective then. Every rank must call it after the same steps.
 
-        Call ``times.mark(None)`` afterwards, when nothing waits for other ranks any more until the next batch.
-
         Args:
             optimizers: The optimizers of the module.
             epoch, step: Where this is, for messages.

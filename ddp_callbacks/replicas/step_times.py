@@ -1,18 +1,16 @@
 """How long each rank computes in a step before it waits for the others, and which rank is slow. Local.
 
-A rank that waits seems as slow as the one that it waits for. So where ranks wait within a part of a step (layers with
-``sync_batchnorm``, ``skip_batch``), a slow rank is not found there. On GPUs these are the times of the host, which does
-not see how long its GPU computes: only "between steps" says much.
+On GPUs these are the times of the host, which does not see how long its GPU computes: only "between steps" says much.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from ddp_callbacks.reporting.recorder import WAITING, recorder
+from ddp_callbacks.reporting.stopwatch import Stopwatch
 
 Part = Literal["between steps", "in forward", "in backward"]
 """From the last wait to the next batch (optimizer, hooks, loading), then until backward, then until the next wait."""
@@ -31,17 +29,16 @@ class StepTimes:
 
     def __init__(self, module: Any = None, **settings: object) -> None:
         self._seconds = dict.fromkeys(get_args(Part), 0.0)
-        self._last = time.perf_counter()
+        self._watch = Stopwatch()
         self._recorder = recorder()
         if self._recorder is not None and module is not None:
             self._recorder.describe(module, settings)
 
     def mark(self, part: Part | None) -> None:
-        """Count the seconds since the last mark as those of ``part``; of no part with ``None``, after a wait."""
-        now = time.perf_counter()
+        """Count the seconds since the last mark as those of ``part``; of no part with ``None``, after a sum."""
+        begin, end, waited = self._watch.lap()
         if part is not None:
-            self._seconds[part] += now - self._last
-        self._last = now
+            self._seconds[part] += end - begin - waited
         if self._recorder is not None:
             self._recorder.mark(part or WAITING)
 

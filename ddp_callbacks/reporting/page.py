@@ -29,7 +29,7 @@ _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
     "Between steps: the optimizer (one process counts it as computing), checkpoints, callbacks, loggers. Validating: "
-    "with waits for others, and what follows until the next batch, such as checkpoints. The exchange takes as long as "
+    "and what follows until the next batch, such as checkpoints. The exchange takes as long as "
     "the process waits that comes last; what others wait longer, they wait for slower ones."
 )
 _BOUND = (

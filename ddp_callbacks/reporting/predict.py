@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, LOADING, PARTS, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, HELD_UP, LOADING, PARTS, VALIDATION, WAITING
 
 MACHINES = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
@@ -86,6 +86,7 @@ def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dic
         part: sum((end["seconds"][part] - begins[each]["seconds"][part]) / steps[each] for each, end in ends.items())
         for part in PARTS
     }
+    mean[VALIDATION] += mean.pop(HELD_UP)
     return min(steps.values()), {part: total / len(ends) for part, total in mean.items()}
 
 

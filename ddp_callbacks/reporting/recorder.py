@@ -1,8 +1,8 @@
 """Count where the time of a rank goes, and send the totals to ``ddprun`` now and then.
 
-Whatever a rank does between two marks counts as the part that the second one names. A mark costs a microsecond, and a
-message, of one line of JSON, 50: one each second at first, later one in five seconds. A thread sends them, also while
-the rank hangs.
+Whatever a rank does between two marks counts as the part that the second one names, except its waits. A mark costs a
+microsecond, and a message, of one line of JSON, 50: one each second at first, later one in five seconds. A thread sends
+them, also while the rank hangs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from ddp_callbacks.cluster.environment import NO_REPORT, REPORT, TRACE
+from ddp_callbacks.reporting.stopwatch import Stopwatch
 from ddp_callbacks.reporting.trace import Tracer
 
 T = TypeVar("T")
-FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
-    *("in forward", "in backward", "loading", "waiting", "between steps", "validation"),
+FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION, HELD_UP = PARTS = (
+    *("in forward", "in backward", "loading", "waiting", "between steps", "validation", "waiting in validation"),
 )
 """Between steps: the optimizer, callbacks, logging. Waiting: for sums, and so for the other ranks, too. Validation: and
-what follows it until the next batch, such as checkpoints. A process alone counts forward, backward and the optimizer as
-forward."""
+what follows it until the next batch, such as checkpoints; held up: waits then. A process alone counts forward, backward
+and the optimizer as forward."""
 
 _OFTEN, _RARELY, _FIRST = 1.0, 5.0, 60.0  # seconds between two messages at first, and later; how long "at first" is
 _AT_LEAST = 20  # steps whose shortest wait counts as what the sums take in any case
@@ -47,7 +48,7 @@ class Recorder:
     """
 
     def __init__(self, path: str) -> None:
-        self._begin = self._last = time.perf_counter()
+        self._begin, self._watch = time.perf_counter(), Stopwatch()
         self._has_begun = False
         self.is_alone = os.environ.get("WORLD_SIZE") == "1"  # where nobody marks what comes before a step
         self._seconds = dict.fromkeys(PARTS, 0.0)
@@ -64,6 +65,8 @@ class Recorder:
         self._sending = threading.Lock()
         steps = int(os.environ.get(TRACE) or 0)
         self._tracer = Tracer(steps) if steps else None
+        if self._tracer is not None:
+            Stopwatch.listeners.append(functools.partial(self._tracer.add, WAITING))
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
         """Note the module that is trained, and how its gradients are synchronized."""
@@ -72,21 +75,16 @@ class Recorder:
 
     def mark(self, part: str) -> None:
         """Count the time since the last mark as that of ``part``. Never blocks."""
-        now = time.perf_counter()
-        self._seconds[part] += now - self._last if self._has_begun else 0.0  # before lies what prepares training
-        if self._tracer is not None and self._has_begun:
-            self._tracer.add(part, self._last, now)
-        self._last, self._has_begun = now, True
+        begin, now, waited = self._watch.lap()
+        if self._has_begun:  # before lies what prepares training
+            self._seconds[part] += now - begin - waited
+            self._seconds[HELD_UP if self._validates else WAITING] += waited
+            if self._tracer is not None:
+                self._tracer.add(part, begin, now)
+        self._has_begun = True
         if part == WAITING and self._launched:
             self._exchange += now - self._launched
             self._launched, self._sums = 0.0, self._sums + 1
-
-    def wait(self, since: float) -> None:
-        """Count the time since then as that of a wait, amid a part that ends with the next mark."""
-        waited = time.perf_counter() - since
-        if self._has_begun:
-            self._seconds[WAITING] += waited
-            self._last += waited
 
     def launch(self, bucket: int = 0) -> None:
         """Note that a sum over the ranks begins."""

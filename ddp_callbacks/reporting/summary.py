@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, LOADING, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, HELD_UP, LOADING, VALIDATION, WAITING
 
 Data = Mapping[str, Any]
 COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
@@ -30,7 +30,8 @@ def parts_of(data: Data) -> list[dict[str, float]]:
 
 
 def _shown(seconds: Data, exchange: float) -> dict[str, float]:
-    computing, waits = seconds[FORWARD] + seconds[BACKWARD], seconds[WAITING] - exchange
+    computing = seconds[FORWARD] + seconds[BACKWARD]
+    waits = seconds[WAITING] - exchange + seconds[HELD_UP]
     values = (computing, seconds[LOADING], exchange, waits, seconds[BETWEEN], seconds[VALIDATION])
     return dict(zip(SHOWN, map(float, values), strict=True))
 
@@ -135,10 +136,13 @@ def _of_ranks(data: Data) -> Iterator[str]:
         )
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
-        yield (
-            f"The others wait for {name_of(data, pace)}, most of all while it is {part}: look for other work on its "
-            "machine, let --bind core give each process cores of its own, or start fewer processes there."
+        remedy = (
+            "if it writes checkpoints or logs then, write them less often, or to a faster disk."
+            if part in (OTHER, VALIDATING)
+            else "look for other work on its machine, let --bind core give each process cores of its own, or start "
+            "fewer processes there."
         )
+        yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
     elif (share := shares_of(data)[SLOWER]) > _MUCH:
         yield (
             f"The ranks wait for each other by turns for {percent(share)} of their time: their batches take unequal "

@@ -25,7 +25,6 @@ from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import parameters as replicas
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.equality import OnDivergence
-from ddp_callbacks.replicas.step_times import Part
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, Call, DistributedCallback, aggregator_of, handles
 from ddp_callbacks.torchbearer.state import DATA_KEYS, SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, share_of
 from ddp_callbacks.versions import __version__
@@ -255,13 +254,13 @@ class StopTogether(DistributedCallback):
             self._checks = ReplicaChecks(held_by(state), state[STEP_TIMES], self._on_divergence, self.process_group)
 
     def on_sample(self, state: State) -> None:
-        self._mark("between steps")
+        if self._checks is not None:
+            self._checks.times.mark("between steps")
 
     def on_step_training(self, state: State) -> None:
         if self._checks is not None:
             self._checks.after_step([state[OPTIMIZER]], state[torchbearer.EPOCH], state[torchbearer.BATCH])
         self._agree(state, "on_step_training")
-        self._mark(None)
 
     def on_step_validation(self, state: State) -> None:
         self._agree(state, "on_step_validation")
@@ -272,10 +271,6 @@ class StopTogether(DistributedCallback):
             held_by(state), when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
         )
         state[STOP_TRAINING] = any(stops)
-
-    def _mark(self, part: Part | None) -> None:
-        if self._checks is not None:
-            self._checks.times.mark(part)
 
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:

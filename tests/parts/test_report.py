@@ -34,6 +34,7 @@ from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
 from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
+from ddp_callbacks.reporting.stopwatch import note_wait
 from ddp_callbacks.reporting.trace import Span, write
 from ddp_callbacks.torchbearer import DDPCallback
 
@@ -107,6 +108,10 @@ ADVICE = {
     "loads": (
         job({"loading": 60.0}, {"waiting": 70.0}),
         ["Rank 0 loads for 44 % of its time", "The others wait for rank 0"],
+    ),
+    "rank 0 writes checkpoints": (
+        job({"validation": 60.0}, {"waiting in validation": 60.0}),
+        ["The others wait for rank 0, most of all while it is validating: if it writes checkpoints or logs"],
     ),
     "all load": (job({"loading": 60.0}, {"loading": 60.0}), ["Each rank loads"]),
     "slow": (job(FAST, SLOW), ["The others wait for rank 1, most of all while it is computing"]),
@@ -227,7 +232,7 @@ def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys
     title, head, *rows = text.splitlines()
     assert title.startswith("train.py: for ") and head.split()[:4] == ["node", "rank", "epoch", "step"]
     assert [row.split()[:4] for row in rows] == [["a", "0", "3", "20"], ["a", "1", "3", "20"]]
-    assert all(re.search(r" 17 % +0.0 GB +0\.\d s ago  loss 0.25$", row) for row in rows), rows
+    assert all(re.search(r" 29 % +0.0 GB +0\.\d s ago  loss 0.25$", row) for row in rows), rows
 
 
 def test_a_rank_that_hangs_or_is_lost_is_seen_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +342,9 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     for _ in range(3):
         made.begin_loading(batches, True)
         after(0.5)
+        begin = clock[0]
+        after(0.0625)
+        note_wait(begin)  # for a rank that joins its workers
         made.end_loading(True)
         for part, seconds in (("in forward", 1.0), ("in backward", 2.0)):
             after(seconds)
@@ -351,6 +359,9 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     after(0.125)
     made.end_loading(True)
     after(8.0)
+    begin = clock[0]
+    after(16.0)
+    note_wait(begin)  # for a rank that writes a checkpoint
     made.begin_loading(batches, True)
     made.send()
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
@@ -358,9 +369,10 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         "in forward": 3.0,
         "in backward": 6.0,
         "loading": 1.5,
-        "waiting": 12.0,
+        "waiting": 12.1875,
         "between steps": 0.75,
         "validation": 8.125,
+        "waiting in validation": 16.0,
     }
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
 
