@@ -43,7 +43,7 @@ _SECONDS = 1.0  # between two copies
 _SHARE = 20  # of the time, one in so many seconds may be spent on copies
 
 Result = TypeVar("Result")
-Take = Callable[[], AbstractContextManager[Content]]
+TakeContent = Callable[[], AbstractContextManager[Content]]
 
 
 def is_wanted() -> bool:
@@ -172,19 +172,19 @@ class RecoverableRun:
         """Return the newest copy of this call; ``None`` if there is none."""
         return self._recovery.read()
 
-    def pass_begin(self, take: Take) -> None:
+    def save_at_begin(self, take: TakeContent) -> None:
         """Make the first copy, before the run changes anything."""
         self._copy(take)
 
-    def pass_moment(self, take: Take, **is_at: bool) -> None:
+    def save_if_due(self, take: TakeContent, **is_at: bool) -> None:
         """Make a copy if it is due."""
         if self._interval.is_due(False, False):
             self._copy(take)
 
-    def pass_moment_of_validation(self) -> None:
+    def stop_in_validation(self) -> None:
         """Do nothing: a validation is repeated as a whole."""
 
-    def _copy(self, take: Take) -> None:
+    def _copy(self, take: TakeContent) -> None:
         begin = time.monotonic()
         with take() as content:
             self._recovery.write(*content)
@@ -230,12 +230,12 @@ class Savers:
             say("all processes that knew the state of the run are lost: it begins again", logging.WARNING)
         return None
 
-    def pass_begin(self, take: Take) -> None:
+    def save_at_begin(self, take: TakeContent) -> None:
         """Save a run that begins at its start, if that is due."""
         for each in self._all:
-            each.pass_begin(take)
+            each.save_at_begin(take)
 
-    def pass_moment(self, take: Take, accumulates: bool = False, **is_at: bool) -> None:
+    def save_if_due(self, take: TakeContent, accumulates: bool = False, **is_at: bool) -> None:
         """Save if it is due. Raise ``Preempted`` if the ranks are asked to stop.
 
         Args:
@@ -243,9 +243,9 @@ class Savers:
         """
         for each in self._all:
             if each.holds_gradients or not accumulates:
-                each.pass_moment(take, **is_at)
+                each.save_if_due(take, **is_at)
 
-    def pass_moment_of_validation(self) -> None:
+    def stop_in_validation(self) -> None:
         """Raise ``Preempted`` if the ranks are asked to stop."""
         for each in self._all:
-            each.pass_moment_of_validation()
+            each.stop_in_validation()

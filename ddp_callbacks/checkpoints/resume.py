@@ -191,10 +191,10 @@ class ResumableRun:
         with self.file, self._preemption:
             yield
 
-    def pass_begin(self, take: Callable[[], AbstractContextManager[Content]]) -> None:
+    def save_at_begin(self, take: Callable[[], AbstractContextManager[Content]]) -> None:
         """Do nothing: without a file, a run begins at its start."""
 
-    def pass_moment(
+    def save_if_due(
         self,
         take: Callable[[], AbstractContextManager[Content]],
         *,
@@ -227,7 +227,7 @@ class ResumableRun:
         if stops:
             self._stop()
 
-    def pass_moment_of_validation(self) -> None:
+    def stop_in_validation(self) -> None:
         """If the ranks are asked to stop, write the state from before the validation, and raise ``Preempted``."""
         if self._is_further and self._preemption.is_requested():
             if self._before_validation is not None:  # otherwise the file has it already

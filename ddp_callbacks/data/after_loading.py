@@ -23,7 +23,7 @@ from ddp_callbacks._torch import copied_loader, end_workers, keeps_iterator, ove
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import set_global_state
-from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
+from ddp_callbacks.data.iterator import DividedLoader, Pass, ShardedIterator, Start
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
 from ddp_callbacks.data.order_state import objects_of_order, other_batches
 from ddp_callbacks.data.random_state import SharedRandomState
@@ -38,7 +38,7 @@ _KEPT = 8  # steps that a host may have drawn ahead
 class _Produced:
     """The batches of one pass, which every rank produces. The constructor is a collective."""
 
-    def __init__(self, whole: Whole, start: Start | None) -> None:
+    def __init__(self, whole: AfterLoading, start: Start | None) -> None:
         self._whole, self._start = whole, start
         self._drawn = self._checksum = self._first = 0  # batches produced in this pass; checksums of all, of the first
         self._checksums: deque[tuple[int, int]] = deque(maxlen=_KEPT * whole.divider.per_step)
@@ -118,7 +118,7 @@ class _Produced:
         return found | {"drawing": self._state.state, "loader": whole.loader.state_dict()}
 
 
-class Whole(Source):
+class AfterLoading(DividedLoader):
     """A loader that produces whole batches.
 
     Args:

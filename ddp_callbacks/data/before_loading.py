@@ -20,7 +20,7 @@ from ddp_callbacks.data.global_state import (
     set_global_state,
     states_of_generators,
 )
-from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source, Start
+from ddp_callbacks.data.iterator import DividedLoader, Pass, ShardedIterator, Start
 from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
 from ddp_callbacks.data.order_state import objects_of_order
@@ -34,7 +34,7 @@ from ddp_callbacks.errors import ConfigurationError, warn
 _WATCHED = 10  # batches of a process in which a collate_fn is looked at: comparing random states takes 0.1 ms
 
 
-class Part(Source):
+class BeforeLoading(DividedLoader):
     """A copy of the user's ``DataLoader`` that loads only this rank's samples, with this object as its sampler.
 
     Attributes:
@@ -209,12 +209,12 @@ def _collate_both(collate: Callable[[Any], Any], part: slice, samples: Any) -> t
         return collate(samples), collate(samples[part])
 
 
-def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGroup | None) -> Part | None:
+def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGroup | None) -> BeforeLoading | None:
     """Return this rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
     if not isinstance(loader, DataLoader):
         return None
     if _has_samples_by_index(loader) and not has_state(loader) and not keeps_iterator(loader):
-        return Part(loader, divider, group)
+        return BeforeLoading(loader, divider, group)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
             "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "

@@ -68,7 +68,7 @@ class Drawn(Protocol):
         """Return a checksum of the first ``drawn`` batches; 0 if they are equal on all ranks in any case. Local."""
 
 
-class Source:
+class DividedLoader:
     """A source of batches for a sharded loader.
 
     Args:
@@ -136,7 +136,7 @@ class Pass:
         is_over: Whether no step is left.
     """
 
-    def __init__(self, source: Source, drawn: Drawn, limit: int | None, start: Start | None) -> None:
+    def __init__(self, source: DividedLoader, drawn: Drawn, limit: int | None, start: Start | None) -> None:
         self._source, self._drawn, self._limit = source, drawn, limit
         self.used: int = start.position["batches"] if start and start.position else 0
         self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
@@ -199,7 +199,7 @@ class ShardedIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, source: Source, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
+        self, source: DividedLoader, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
     ) -> None:
         self._source, self.current = source, current
         self.batches, self._parts, self._shares = batches, parts, shares

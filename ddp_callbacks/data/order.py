@@ -24,7 +24,7 @@ from ddp_callbacks.data.global_state import (
     set_global_state,
     states_of_generators,
 )
-from ddp_callbacks.data.iterator import Source, Start
+from ddp_callbacks.data.iterator import DividedLoader, Start
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.order_state import Attributes, other_batches
 from ddp_callbacks.data.random_state import OwnRandomState
@@ -50,7 +50,7 @@ class Order(Iterable[Any]):
         seed: Seed of the workers' random states; valid from the first batch on.
     """
 
-    def __init__(self, sampler: Any, source: Source, start: Start | None) -> None:
+    def __init__(self, sampler: Any, source: DividedLoader, start: Start | None) -> None:
         self._sampler, self._source, self._group, divider = sampler, source, source.group, source.divider
         self._sources = source.sources
         self._is_sent = divider.division != "own" and divider.world_size > 1

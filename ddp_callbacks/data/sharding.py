@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.comm.collectives import broadcast_object
-from ddp_callbacks.data.after_loading import Whole
+from ddp_callbacks.data.after_loading import AfterLoading
 from ddp_callbacks.data.before_loading import divide_before_loading
-from ddp_callbacks.data.iterator import ShardedIterator, Source, Start
+from ddp_callbacks.data.iterator import DividedLoader, ShardedIterator, Start
 from ddp_callbacks.data.nested import has_state, length_of, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.errors import warn
@@ -76,8 +76,8 @@ class ShardedLoader:
         self.limit: int | None = None
         self._running: weakref.ref[ShardedIterator] | None = None
         divider = Divider(division, get_rank(group), get_world_size(group), at_least)
-        source = divide_before_loading(loader, divider, group)
-        self._source: Source = Whole(loader, divider, group, self.is_resumable) if source is None else source
+        before = divide_before_loading(loader, divider, group)
+        self._source: DividedLoader = before or AfterLoading(loader, divider, group, self.is_resumable)
         if has_state(loader) and not has_state(type(self)):
             # Protocols look for attributes of the object. Every rank draws all batches of such a loader, so its state
             # is that of a single process, the same on all ranks, and can be loaded with any number of ranks.

@@ -296,7 +296,7 @@ class Launch:
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
-    def let_know(self, **news: dict[str, Any]) -> None:
+    def tell_ranks(self, **news: dict[str, Any]) -> None:
         """Let all ranks know something, see :data:`ddp_callbacks.cluster.environment.NEWS`."""
         for kind, values in news.items():
             self._news[kind] = self._news.get(kind, {}) | values

@@ -120,7 +120,7 @@ class Watch:
         if stream not in "fr":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
         elif stream == "f" and end is not None and (stores := announced(end.text("f"))):
-            self._launch.let_know(stores=stores)
+            self._launch.tell_ranks(stores=stores)
 
     def _add_or_ask(self, hosts: str) -> None:
         self._joining = _unfinished(self._joining)
@@ -177,7 +177,7 @@ class Watch:
         elif end.code and not self._launch.is_ending:
             self._take_failure(end)
         elif not self._launch.is_ending:  # others may wait for it to join
-            self._launch.let_know(ended={str(end.rank): end.code})
+            self._launch.tell_ranks(ended={str(end.rank): end.code})
 
     async def _end_those_kept_alive(self) -> None:
         """Count ranks that their own threads or processes keep alive after an exception as failed, once it is time."""
@@ -284,7 +284,7 @@ class Watch:
         for node in nodes:
             self._members.add(node.plan.name, int(node.place["processes"]))
         self._running += [node for node in nodes if node.is_open]  # the end of any other one was heard before
-        self._launch.let_know(members=self._members.listed())  # new processes wait until they are among these
+        self._launch.tell_ranks(members=self._members.listed())  # new processes wait until they are among these
         self._launch.start_more(nodes)
         return ", ".join(node.plan.name for node in nodes)
 
@@ -298,7 +298,7 @@ class Watch:
 
     async def _continue(self, what: str) -> None:
         """Continue with those that take part now, and let them know; ``what`` has happened."""
-        self._launch.let_know(members=self._members.listed())
+        self._launch.tell_ranks(members=self._members.listed())
         await asyncio.to_thread(self._output.follow, self._members.ranks)
         count = len(self._members.ranks)
         await self._note(f"{what}; continuing with {count} process{'' if count == 1 else 'es'}")

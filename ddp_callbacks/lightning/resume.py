@@ -201,7 +201,7 @@ class Fit:
 
     def _begin_new_run(self, begin: Callable[[], None]) -> None:
         begin()
-        self._savers.pass_begin(functools.partial(self._take, "epoch"))
+        self._savers.save_at_begin(functools.partial(self._take, "epoch"))
 
     def _begin_run(self, begin: Callable[[], None]) -> None:
         begin()
@@ -253,19 +253,19 @@ class Fit:
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
         accumulates = _parts.is_accumulating(self._trainer)
-        self._savers.pass_moment(take, accumulates, ends_batch=True, validates=validates)
+        self._savers.save_if_due(take, accumulates, ends_batch=True, validates=validates)
         return validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
         step(*args)
         if not self._trainer.sanity_checking:
-            self._savers.pass_moment_of_validation()
+            self._savers.stop_in_validation()
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
         """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
-        self._savers.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
+        self._savers.save_if_due(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:

@@ -14,7 +14,7 @@ from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.errors import say
 from ddp_callbacks.process_group import get_rank, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
-from ddp_callbacks.replicas.equality import OnDivergence, exchange_checksums, settle
+from ddp_callbacks.replicas.equality import OnDivergence, exchange_checksums, repair_or_raise
 from ddp_callbacks.replicas.step_times import StepTimes, Stragglers
 
 FIRST = 10
@@ -32,7 +32,7 @@ class ReplicaChecks:
     Args:
         module: The same model on every rank.
         times: This rank's times; their means travel with the comparison, and rank 0 names a rank that is slow.
-        on_divergence: See :func:`ddp_callbacks.replicas.equality.settle`.
+        on_divergence: See :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
         group: The ranks' process group, of at least two ranks; ``None`` is the default group.
 
     Attributes:
@@ -60,7 +60,7 @@ class ReplicaChecks:
             epoch, step: Where this is, for messages.
 
         Raises:
-            MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.equality.settle`.
+            MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
             PeerError: Another rank failed or died.
         """
         self.times.mark("between steps")
@@ -72,7 +72,7 @@ class ReplicaChecks:
         own = [(begin - self._since) / self._steps, self._cost, [part / self._steps for part in self.times.take()]]
         found = exchange_checksums(named, own, self._group)
         if len({each.processor for each in found}) == 1:
-            settle(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
+            repair_or_raise(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0] * self._steps, times)
         self._interval, self._steps = steps_until_next(costs, seconds), 0

@@ -74,7 +74,7 @@ def exchange_checksums(
 
 
 @torch.no_grad()
-def settle(
+def repair_or_raise(
     named: Mapping[str, torch.Tensor],
     replicas: Sequence[Replica],
     when: str,

@@ -21,7 +21,7 @@ from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
-from ddp_callbacks.replicas.equality import OnDivergence, checksum_of_all, exchange_checksums, settle
+from ddp_callbacks.replicas.equality import OnDivergence, checksum_of_all, exchange_checksums, repair_or_raise
 
 Trace = tuple[Callable[[], bool], Callable[[], None]]
 """Whether something has changed, and what undoes the change."""
@@ -274,7 +274,7 @@ def require_equal_replicas(
         return [note]
     named = _compared(module)
     found = exchange_checksums(named, note, group)
-    settle(named, found, when, on_divergence, group)
+    repair_or_raise(named, found, when, on_divergence, group)
     return [each.note for each in found]
 
 

@@ -134,12 +134,12 @@ def has_running(aggregator: EpochLambda) -> bool:
 
 
 def window_of(aggregator: Metric) -> dict[str, Any]:
-    """Return the state of a ``RunningMean`` of one number per batch, from which :func:`run_on` continues, or ``{}``."""
+    """Return the state of a ``RunningMean`` of one number per batch for :func:`continued_from`, or ``{}``."""
     is_of_scalars = isinstance(aggregator, RunningMean) and not aggregator._kwargs  # without dim
     return {name: copy.copy(getattr(aggregator, name)) for name in _WINDOW} if is_of_scalars else {}
 
 
-def run_on(aggregator: RunningMean, window: dict[str, Any], means: Sequence[torch.Tensor]) -> Any:
+def continued_from(aggregator: RunningMean, window: dict[str, Any], means: Sequence[torch.Tensor]) -> Any:
     """Continue a ``RunningMean`` from ``window`` with the means of batches; return its value then."""
     vars(aggregator).update({name: copy.copy(value) for name, value in window.items()})
     for mean in means:

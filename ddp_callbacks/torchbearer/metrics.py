@@ -203,7 +203,7 @@ class MetricsPass:
         elif isinstance(metric, RunningMean) and self._windows[place]:
             self._replace(metric, "process", process_running)
             # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
-            self._restore.callback(lambda: _torchbearer.run_on(metric, self._windows[place], []))
+            self._restore.callback(lambda: _torchbearer.continued_from(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
             self._replace(metric, "process", process_rows)
             if _torchbearer.has_running(metric):
@@ -294,7 +294,7 @@ def _join(
             merged = merge_batch_logs(logs, "sum")
             sums = _without(merged, too_much)
             means = sums if kind == "sum" else [total / n for total, n in zip(sums, merged.weights, strict=True)]
-            running[metric.name] = _torchbearer.run_on(metric, windows[place], means)
+            running[metric.name] = _torchbearer.continued_from(metric, windows[place], means)
         elif isinstance(metric, Mean | Var):
             for value in _without(merge_batch_logs(logs, kind), too_much):
                 type(metric).process(metric, value)

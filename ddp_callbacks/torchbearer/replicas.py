@@ -224,7 +224,7 @@ class StopTogether(DistributedCallback):
     forward pass. This must be the last callback; it moves itself there.
 
     Args:
-        on_divergence: See :func:`ddp_callbacks.replicas.equality.settle`.
+        on_divergence: See :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:

@@ -211,7 +211,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         self._state = state
         self._run_state.note_start(state)
         if self._origin.saved is None:
-            self._savers.pass_begin(functools.partial(self._run_state.content, state, None, False))
+            self._savers.save_at_begin(functools.partial(self._run_state.content, state, None, False))
         if self._origin.saved is None or self._is_of_a_later_run(state):
             return
         self._run_state.load_loaders(self._origin.saved)
@@ -232,7 +232,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
             _leave_out(state, self._batches)
             self._put_back(state)
         elif self._steps == 0:  # only a validation follows
-            self._pass_moment(state, 0, validates=True)
+            self._save_if_due(state, 0, validates=True)
 
     def _put_back(self, state: State) -> None:
         assert self._origin.saved is not None
@@ -241,14 +241,14 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
-    def _pass_moment(self, state: State, batches: int | None, is_last: bool = False, **is_at: bool) -> None:
-        self._savers.pass_moment(functools.partial(self._run_state.content, state, batches, is_last), **is_at)
+    def _save_if_due(self, state: State, batches: int | None, is_last: bool = False, **is_at: bool) -> None:
+        self._savers.save_if_due(functools.partial(self._run_state.content, state, batches, is_last), **is_at)
 
     def on_step_training(self, state: State) -> None:
         super().on_step_training(state)
         if not state[torchbearer.STOP_TRAINING]:
             batches = state[torchbearer.BATCH] + 1
-            self._pass_moment(state, batches, ends_batch=True, validates=batches == self._steps)
+            self._save_if_due(state, batches, ends_batch=True, validates=batches == self._steps)
 
     def on_end_training(self, state: State) -> None:
         state[torchbearer.STEPS] = self._steps  # it is still smaller if no batch was left
@@ -258,18 +258,18 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
         super().on_step_validation(state)
         is_last = state[torchbearer.BATCH] + 1 == state[torchbearer.STEPS]
         if state is self._state and not (is_last or state[torchbearer.STOP_TRAINING]):
-            self._savers.pass_moment_of_validation()
+            self._savers.stop_in_validation()
 
     def on_checkpoint(self, state: State) -> None:
         super().on_checkpoint(state)
         is_last = bool(state[torchbearer.STOP_TRAINING])
         is_over = is_last or state[torchbearer.EPOCH] + 1 >= state[torchbearer.MAX_EPOCHS]
-        self._pass_moment(state, None, is_last, ends_epoch=True, is_over=is_over)
+        self._save_if_due(state, None, is_last, ends_epoch=True, is_over=is_over)
 
     def on_end(self, state: State) -> None:
         """End a run that a callback has stopped within a pass: there was no end of an epoch."""
         if state is self._state and state[torchbearer.STOP_TRAINING]:
-            self._pass_moment(state, None, True, ends_epoch=True, is_over=True)
+            self._save_if_due(state, None, True, ends_epoch=True, is_over=True)
         super().on_end(state)
 
 

@@ -62,7 +62,7 @@ class Launch:
     def tell(self, call: Any, rank: int, *_: Any) -> None:
         self.calls.append(f"{call.__name__} {rank}")
 
-    def let_know(self, **news: Any) -> None:
+    def tell_ranks(self, **news: Any) -> None:
         self.calls += [f"{kind}: {json.dumps(values)}" for kind, values in news.items()]
 
     async def halt(self, nodes: Any) -> dict[Any, Any]:
