@@ -7,7 +7,7 @@
 - :mod:`.resume`: what all hosts share: options, when to write a file, when to stop
 - :mod:`.module_state`: what a module has beside its parameters
 - :mod:`.recovery`: copies of a run in memory, from which it continues without processes that died
-- :mod:`.attributes`: plain attributes of a user's objects that a run changes
+- :mod:`.saved_attributes`: plain attributes of a user's objects that a run changes
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 

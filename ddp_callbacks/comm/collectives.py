@@ -1,7 +1,11 @@
 """Small messages between all ranks: plain data and tensors, without pickle.
 
 Every function is a collective: all ranks of the group must call it, in the same order, and it blocks until all have.
-With a single process it is the identity.
+With a single process it is the identity. If another rank failed, died or went silent, it raises PeerError; if another
+rank is in another exchange, MismatchError.
+
+A new one is built on :func:`all_gather_object`, and so does all this. One that launches on a process group itself calls
+``enter(purpose)``, launches inside :func:`.failures.launching`, and ends in :func:`.failures.wait`.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ def all_reduce(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | No
 
     Raises:
         PeerError: Another rank failed, died or went silent.
-        MismatchError: Another rank is in another exchange. All functions here raise it.
+        MismatchError: Another rank is in another exchange.
     """
     if get_world_size(group) == 1:
         return tensor

@@ -4,7 +4,8 @@
   to divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share
 - :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch;
   :mod:`.same_data` compares data sets
-- :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
+- :mod:`.resuming`: ``resumable_loader``, and the state of what it draws from: :mod:`.order_state`, :mod:`.attributes`;
+  :mod:`.workers` keeps workers alive
 - :mod:`.shares`: which part of a batch is whose, and slices of nested batches
 - :mod:`.random_state`: all ranks draw alike. :mod:`.sample_seeds`: each sample draws its own augmentation.
   :mod:`.global_state` reads and sets the states

@@ -1,6 +1,9 @@
 """The flags of ``ddprun``: its own, those that it shares with torchrun, and a remedy for each other one of torchrun's.
 
 torchrun's are listed here so that ``ddprun`` can parse a command line without torch; a test compares them with torch's.
+
+A flag is an attribute of :class:`.job.Job` of the same name. What the ranks get of it goes through :func:`.plan.starts`
+and the types in node/processes to the program on each node: ``--bind`` is an example.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
 
     on each rank, once the engine asks for it
         recorder     counts the seconds of each part of a step, and sends the totals now and then
+        stopwatch    tells them from the waits for other ranks
     at ddprun, which passes on what the ranks send
         trace        some steps of all ranks on one clock
         collector    keeps what they have sent, and what has happened meanwhile
-        summary      what follows from it: shares, the rank that sets the pace, one line; advice: what to try next
+        summary      what follows from it: shares, the rank that sets the pace, one line, what to try next
         page         report.html, which needs no network
     at ddprun predict
         cost         a model of the time of a step; predict: what two runs tell by it; plot: as SVG

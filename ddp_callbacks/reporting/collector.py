@@ -46,10 +46,10 @@ class Rank:
         if self.said and said["process"] != self.said["process"] and self.samples:
             self.before, self.is_lost = self.samples[-1][1:], False
         steps, seconds = self.before
+        own = [mine + others for mine, others in zip(said["seconds"], seconds, strict=True)]
         if not self.samples or steps + said["steps"] != self.samples[-1][1]:
             self.stepped = now
         self.said = said
-        own = [mine + others for mine, others in zip(said["seconds"], seconds, strict=True)]
         self.samples.append((now, steps + said["steps"], own))
         if len(self.samples) > _SAMPLES:
             self.samples = [*self.samples[:-1:2], self.samples[-1]]

@@ -22,6 +22,14 @@ events again. Then :class:`Resume` restores all state: before the next batch, or
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and
 windows close in on_step_training and on_end_training.
+
+- :mod:`.replicas`: BroadcastParameters, SynchronizeBuffers, StopTogether; :mod:`.data`: ShardData, Flatten
+- :mod:`.gradients`: AllReduceGradients, AverageParameters; :mod:`.loss_weight`: what each rank's loss counts
+- :mod:`.metrics`: ReduceMetrics, which owns all values of an epoch; :mod:`.output`: RankZeroOutput
+- :mod:`.resume`: Resume, and :mod:`.run_state`, what it saves of a run
+- :mod:`.base`: the class of all; :mod:`.state`: what they keep in the Trial's; :mod:`._torchbearer`: private names
+
+``evaluate()`` has on_start_epoch and on_end_epoch, too, and writes its metrics into the last epoch of the history.
 """
 
 from __future__ import annotations

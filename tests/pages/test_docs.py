@@ -38,6 +38,7 @@ import ddp_callbacks.torchbearer
 
 DOCS = ROOT / "docs"
 PAGES = pages()
+FOLDERS = [path.parent.relative_to(ROOT) for path in sorted((ROOT / "ddp_callbacks").rglob("*/__init__.py"))]
 BLOCKS = [block for page in PAGES for block in page.blocks]
 
 
@@ -359,6 +360,14 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
             assert here == there or levels[there] < levels[here], f"{name} imports {other}"
     inside = {name: others - {_entry(name)} for name, others in _imports().items()}
     assert list(graphlib.TopologicalSorter(inside).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_the_docstring_of_a_folder_names_its_modules_and_no_other(folder: Path) -> None:
+    text = (ROOT / folder / "__init__.py").read_text().split('"""')[1]
+    modules = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__", "__main__"}
+    assert modules == {name for name in modules if re.search(rf"(?<![\w.]){name}\b|:mod:`\.{name}`", text)}
+    assert set(re.findall(r":mod:`\.(\w+)`", text)) <= modules
 
 
 # --- how blocks are read and compared --------------------------------------------------------------------------------
