@@ -66,7 +66,7 @@ class Recorder:
         steps = int(os.environ.get(TRACE) or 0)
         self._tracer = Tracer(steps) if steps else None
         if self._tracer is not None:
-            Stopwatch.listeners.append(functools.partial(self._tracer.add, WAITING))
+            Stopwatch.listeners.append(self._trace_wait)
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
         """Note the module that is trained, and how its gradients are synchronized."""
@@ -107,6 +107,10 @@ class Recorder:
             self._has_batch = self._has_batch and False
             self._waits.end_step(self._seconds[WAITING], self._sums)
             self._trace_step()
+
+    def _trace_wait(self, begin: float, end: float) -> None:
+        if self._tracer is not None:
+            self._tracer.add(WAITING, begin, end)
 
     def _trace_step(self) -> None:
         if self._tracer is not None:
