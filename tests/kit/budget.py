@@ -85,7 +85,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Any:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _seconds[report.nodeid] += report.duration  # type: ignore[assignment]
     if report.when == "teardown":
-        _totals.update(dict(report.user_properties).get("costs", {}))
+        _totals.update(dict[str, Any](report.user_properties).get("costs", {}))
 
 
 @pytest.hookimpl(optionalhook=True)

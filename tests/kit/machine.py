@@ -35,8 +35,7 @@ class Slowness:
 
     def __exit__(self, *_: object) -> None:
         self.took = time.monotonic() - self._begin
-        said, _ = self._process.communicate()
-        self.factor = max(1.0, float(said))
+        self.factor = max(1.0, float(self._process.communicate()[0]))
 
 
 def _start_interpreters() -> float:

@@ -36,8 +36,8 @@ class HostWaits(Exception):
 class OnGpu(torch.Tensor):
     """A tensor that says that it is on a GPU."""
 
-    device = property(lambda _: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda _: True)  # type: ignore[assignment]
+    device = property(lambda _: CUDA)
+    is_cuda = property(lambda _: True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -53,7 +53,7 @@ class MadeUpGpu(TorchFunctionMode):
         super().__init__()
         self._is_forbidden = False
         is_by_stream = lambda group, device: device.type == "cuda"  # noqa: E731
-        self._patches = [
+        self._patches: list[Any] = [
             mock.patch.object(failures, "is_ordered_by_stream", is_by_stream),
             mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
             mock.patch("torch.cuda.get_device_name", lambda _: "made up"),
@@ -62,11 +62,11 @@ class MadeUpGpu(TorchFunctionMode):
     def __enter__(self) -> MadeUpGpu:
         for patch in self._patches:
             patch.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for patch in self._patches:
             patch.stop()
 
@@ -103,7 +103,7 @@ class MadeUpGpu(TorchFunctionMode):
             args = ("cpu",)
         named = [kwargs.get("device"), kwargs.get("other"), *args]
         target = next((device for device in map(_device_of, named) if device is not None), tensor.device)
-        others = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+        others: list[Any] = [value.dtype for value in args if isinstance(value, torch.Tensor)]
         others += [value for value in args if isinstance(value, torch.dtype)]
         rest = {name: value for name, value in kwargs.items() if name not in ("device", "other")}
         rest |= dict(zip(("non_blocking", "copy"), (value for value in args if isinstance(value, bool)), strict=False))
@@ -131,14 +131,14 @@ class MadeUpGpu(TorchFunctionMode):
         gradients = [None] * len(plain) if gradients is None else gradients
         given = (gradients,) if isinstance(gradients, torch.Tensor) else gradients
         roots = tuple(torch.ones_like(x) if y is None else y for x, y in zip(plain, given, strict=True))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         try:
             keeps = create_graph if retain_graph is None else retain_graph
             _engine_run_backward(
                 plain, roots, keeps, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
             )
         finally:
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any) -> None:
         if self._is_forbidden:

@@ -119,7 +119,7 @@ class Page:
             line = text.count("\n", 0, part.start("text" if kind is None else "body") + bool(body)) + 1
             if kind is None:
                 content = textwrap.dedent(part["text"])
-                found.append(Block(self.name, line, part["language"].strip(), content, **marks))  # type: ignore[arg-type]
+                found.append(Block(self.name, line, part["language"].strip(), content, **marks))
                 marks = {}
             elif kind == "setup":
                 found.append(Block(self.name, line, "python", body))

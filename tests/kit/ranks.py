@@ -199,9 +199,9 @@ def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
     """Read the output and notes of an ended rank from its folder."""
     path = folder / f"notes-{rank}"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    streams = [(folder / f"{stream}-{rank}").read_text() for stream in STREAMS]
+    stdout, stderr = ((folder / f"{stream}-{rank}").read_text() for stream in STREAMS)
     notes, noted_at = {name: value for name, value, _ in lines}, {name: at for name, _, at in lines}
-    return Rank(pid, code, ended, *streams, notes, noted_at)
+    return Rank(pid, code, ended, stdout, stderr, notes, noted_at)
 
 
 def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadline: float = 2 * DEADLINE) -> list[Any]:

@@ -204,8 +204,8 @@ class Fresh:
         """Become the requested process; return its program, and whether it must end as a whole, see :func:`_run`."""
         _die_with_parent()
         os.setpgid(0, 0)
-        talk = socket.socket(fileno=connection)
-        data, received, _, _ = socket.recv_fds(talk, wrapper.LARGEST, _FIRST)
+        caller = socket.socket(fileno=connection)
+        data, received, _, _ = socket.recv_fds(caller, wrapper.LARGEST, _FIRST)
         if not data:
             os._exit(0)  # the other side is gone
         words, folder, environ, numbers, ignored, place, is_whole = marshal.loads(data)
@@ -219,7 +219,7 @@ class Fresh:
             with (self._folder / "cold-starts").open("a") as file:
                 file.write(f"{error}: python {' '.join(words)!r:.100}\n")
             os._exit(0)
-        talk, *received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST) for each in (talk.detach(), *received)]
+        talk, *received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST) for each in (caller.detach(), *received)]
         os.closerange(0, _FIRST)  # close the server's descriptors; make room for the received ones
         for descriptor, number in zip(received, numbers, strict=True):
             os.dup2(descriptor, number)

@@ -65,7 +65,7 @@ def place() -> list[object]:
 def answer(connection: socket.socket) -> dict[str, int]:
     """Wait for a message of the child or the server; empty if the server is gone, and all its children with it."""
     said = connection.recv(LARGEST)
-    return marshal.loads(said) if said else {}  # type: ignore[no-any-return]
+    return marshal.loads(said) if said else {}
 
 
 def _inherited() -> dict[int, int]:

@@ -42,8 +42,8 @@ def with_trainer(workers: int, **options: Any) -> Rows:
         made, module = trainer(CallbackStrategy(**options) if options else "auto", devices=1), Drops()
         made.fit(module, train, other)
         losses = {"loss": made.callback_metrics["val_loss"]}
-        predicted = made.predict(module, other)
-    return {**module.state_dict(), **losses, "predicted": torch.cat(list(predicted or []))}
+        predicted: Any = made.predict(module, other)
+    return {**module.state_dict(), **losses, "predicted": torch.cat(predicted)}
 
 
 def with_fabric(workers: int, **options: Any) -> Rows:

@@ -93,7 +93,7 @@ def values(*models: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
-def learn(made: Fabric, loss: torch.Tensor, *optimizers: Any) -> None:
+def learn(made: Fabric, loss: Any, *optimizers: Any) -> None:
     made.backward(loss)
     for optimizer in optimizers:
         optimizer.step()
@@ -101,7 +101,7 @@ def learn(made: Fabric, loss: torch.Tensor, *optimizers: Any) -> None:
 
 
 def train(
-    made: Fabric, batches: Any, model: Any, optimizer: Any, epochs: int = 2, clip: dict[str, float] | None = None
+    made: Fabric, batches: Any, model: Any, optimizer: Any, epochs: int = 2, clip: dict[str, Any] | None = None
 ) -> list[Any]:
     """The norms before clipping, and the parameters."""
     norms = []
@@ -137,7 +137,7 @@ def clipping(strategy: Any) -> Any:
     return [fit(strategy, clip={"max_norm": 0.05}), fit(strategy, clip={"clip_val": 0.01})]
 
 
-def with_dropout(made: Fabric) -> tuple[Any, Any]:
+def with_dropout(made: Fabric) -> Any:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, CLASSES)).double()
     return made.setup(model, sgd(model))
@@ -213,7 +213,7 @@ def gradient_accumulation(strategy: Any) -> Any:
 @scenario
 def two_optimizers(strategy: Any) -> Any:
     """Set up apart, and with a scheduler."""
-    made = fabric(strategy)
+    made: Any = fabric(strategy)
     model: Any = network()
     first, second = sgd(model[0], 0.2), torch.optim.Adam(model[2].parameters(), 0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(first, 3, 0.5)
@@ -252,7 +252,7 @@ def gan(strategy: Any) -> Any:
 def a_model_that_some_ranks_do_not_use(strategy: Any) -> Any:
     made = fabric(strategy)
     first, second = network(), nn.Linear(FEATURES, CLASSES).double()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    optimizer: Any = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     model: Any = made.setup_module(first)
     extra: Any = made.setup_module(second)
     optimizer = made.setup_optimizers(optimizer)
@@ -342,7 +342,7 @@ def loader_of_changed(batches: Any) -> Iterator[Any]:
 @scenario
 def the_next_batch_is_drawn_between_forward_and_backward(strategy: Any) -> Any:
     made, model, optimizer = begin(strategy)
-    batches = iter(made.setup_dataloaders(loader(shuffle=True)))
+    batches: Any = iter(made.setup_dataloaders(loader(shuffle=True)))
     batch = next(batches)
     while batch is not None:
         loss = F.cross_entropy(model(batch[0]), batch[1])
@@ -471,7 +471,7 @@ def resume(made: Fabric, path: str) -> Any:
 def folds(strategy: Any) -> Any:
     """Models that come and go in one Fabric, random numbers between the passes, and a loop that is left early."""
     made = fabric(strategy)
-    found = []
+    found: list[Any] = []
     for fold in range(3):
         made.seed_everything(fold, verbose=False)
         model: Any = network(fold)
@@ -487,7 +487,7 @@ def folds(strategy: Any) -> Any:
 
 @scenario
 def batch_norm_of_whole_batches(strategy: Any) -> Any:
-    made = fabric(strategy)
+    made: Any = fabric(strategy)
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
     model, optimizer = made.setup(module, sgd(module))

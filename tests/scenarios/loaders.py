@@ -40,8 +40,8 @@ class Noise:
     """A transform with generators of its own."""
 
     def __init__(self) -> None:
-        self.generator, self.others = torch.Generator(), {"numpy": [np.random.default_rng(), np.random.RandomState()]}
-        self.python = random.Random()
+        self.generator, self.python = torch.Generator(), random.Random()
+        self.others: dict[str, list[Any]] = {"numpy": [np.random.default_rng(), np.random.RandomState()]}
 
     def __call__(self) -> list[float]:
         drawn = [torch.rand((), generator=self.generator).item(), self.python.random()]

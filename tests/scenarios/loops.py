@@ -30,7 +30,7 @@ from ddp_callbacks.process_group import get_world_size
 
 SAMPLES, BATCH_SIZE, EPOCHS = 34, 8, 3  # four batches, and one of two samples, of which some of three ranks have none
 BATCHES = 5
-WINDOWS = {"LocalSGD": LocalSGD(every=3), "DiLoCo": DiLoCo(every=3)}  # average parameters every three batches
+WINDOWS: dict[str, LocalSGD | DiLoCo] = {"LocalSGD": LocalSGD(every=3), "DiLoCo": DiLoCo(every=3)}  # of three batches
 
 
 class Loop:

@@ -267,7 +267,7 @@ def drawn_by(library: str, count: int) -> list[int]:
         return torch.randperm(count)[:6].tolist()
     if library == "python":
         return random.sample(range(count), random.randint(4, 6))
-    return numpy.random.choice(count, 5, replace=False).tolist()
+    return [int(each) for each in numpy.random.choice(count, 5, replace=False)]
 
 
 class DrawnStream(Sized):

@@ -279,7 +279,7 @@ class _Noise:
     """Draws from generators of its own."""
 
     def __init__(self) -> None:
-        self.generators = [torch.Generator(), numpy.random.default_rng()]
+        self.generators: list[Any] = [torch.Generator(), numpy.random.default_rng()]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, numpys = self.generators

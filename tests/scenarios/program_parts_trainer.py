@@ -67,7 +67,7 @@ class TrainerBuild(Build):
     def run(self) -> Any:
         kind = type("Program", (*reversed(self.classes), Basis), {})
         self.module = kind(optimizer=self.optimizer, scheduler=self.schedule)
-        self.trainer = self.new_trainer()
+        self.trainer: Any = self.new_trainer()
         return [call() for call in (*self.before, self.fit, *self.after)]
 
     def new_trainer(self) -> pl.Trainer:
@@ -114,7 +114,7 @@ class TrainerBuild(Build):
             init(module)  # type: ignore[misc]
 
         def training_step(module: Module, batch: Any, batch_idx: int) -> Any:
-            loss = super(made, module).training_step(batch, batch_idx)
+            loss = super(made, module).training_step(batch, batch_idx)  # type: ignore[misc]
             found = step(module, torch.zeros(()) if loss is None else loss, batch)  # type: ignore[misc]
             return None if loss is None else found  # None: by hand
 
@@ -172,7 +172,7 @@ class AnnealedModule(nn.Module):
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, loss: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return loss * (1 + 0.2 * self.calls.clamp(max=5))
 
@@ -228,7 +228,7 @@ def batchnorm(p: TrainerBuild) -> None:
 
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
-REDUCED = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
+REDUCED: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
 
 
 def in_steps(p: TrainerBuild, stage: str, note: Callable[[Module, Any], None]) -> None:
@@ -328,7 +328,7 @@ class Own(torchmetrics.Metric):
         self.add_state("kept", [] if is_list else torch.zeros(1, dtype=torch.float64), dist_reduce_fx=reduction)
         self.join = torch.amax if reduction == "max" else torch.sum
 
-    def update(self, values: torch.Tensor) -> None:
+    def update(self: Any, values: torch.Tensor) -> None:
         if isinstance(self.kept, list):
             self.kept.append(values)
         else:
@@ -684,7 +684,7 @@ def writes_now_and_then(p: TrainerBuild) -> None:
 
 
 @trainer_part(kind="train", without="loss", each=("min_size", "max_size_cycle", "max_size"))
-def combined(p: TrainerBuild, mode: str) -> None:
+def combined(p: TrainerBuild, mode: Any) -> None:
     def join(module: Module, batch: Any, index: int) -> Any:
         return (
             [torch.cat(each) for each in zip(*filter(None, batch.values()), strict=True)]

@@ -148,7 +148,7 @@ class Buffered(nn.Module):
         self.inner = inner
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, *args: torch.Tensor) -> torch.Tensor:
         self.calls += self.training  # a prediction's batches are dealt out
         return self.inner(*args) * (1 + 0.05 * self.calls)
 
@@ -212,7 +212,7 @@ def model_with_a_cache(p: TrialBuild) -> None:
             self.inner = inner
             self.register_buffer("mask", torch.ones(0, 1, dtype=torch.float64), persistent=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             if len(self.mask) < len(x):
                 self.mask = torch.full((len(x), 1), 0.9, dtype=torch.float64)
             return self.inner(x * self.mask[: len(x)])

@@ -295,7 +295,7 @@ def _verdict(path: Path) -> Any:
 
 def _joined(verdicts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     kinds = {kind for kind, _ in verdicts}
-    worst = next(kind for kind in ("raised", "differs", "no program", "refused", "cut", "holds") if kind in kinds)
+    worst: str = next(kind for kind in ("raised", "differs", "no program", "refused", "cut", "holds") if kind in kinds)
     if len(kinds) > 1 and worst in ("refused", "cut", "no program"):
         worst = f"{worst} on some ranks only"
     return worst, "\n".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in enumerate(verdicts) if text)

@@ -12,7 +12,7 @@ ONE, TWO, GLOO, HOSTS, FOUR = Way(1), Way(2), Way(2, gloo=True), Way(3, layout=(
 NAMES = {ONE: "one", TWO: "two", GLOO: "two by gloo", HOSTS: "three on two hosts", FOUR: "four"}
 
 
-def _pairs(*ways: tuple[Way, Way], tier: str = "") -> list[Any]:
+def _pairs(*ways: tuple[Way, ...], tier: str = "") -> list[Any]:
     marks = [getattr(pytest.mark, tier)] if tier else []
     return [pytest.param(before, after, marks=marks, id=f"{NAMES[before]}-{NAMES[after]}") for before, after in ways]
 

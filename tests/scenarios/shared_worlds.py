@@ -99,7 +99,7 @@ class World:
 class Bodies(World):
     """As a decorator it keeps a function, as :meth:`World.runs`."""
 
-    def __call__(self, body: Kept) -> Kept:  # type: ignore[override]
+    def __call__(self, body: Kept) -> Kept:
         return self.runs(TWO)(body)
 
 

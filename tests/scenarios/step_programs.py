@@ -223,7 +223,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(1, 3, 3, padding=1, bias=False)
         self.second = nn.Conv2d(3, 1, 1)
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         image = (x[:, :, None] * x[:, None, :])[:, None]

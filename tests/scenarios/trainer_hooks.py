@@ -221,7 +221,7 @@ def call_counts() -> dict[str, Counter[tuple[str, str]]]:
     """How often each hook is called, on one process, in each function."""
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for function in FUNCTIONS:
-        counts[function] = counter = Counter()
+        counts[function] = counter = Counter[tuple[str, str]]()
         for with_data in (False, True):
             kinds = [kind for kind in HOOKS if (kind == "datamodule") == with_data]
             owners = {kind: OWNERS[kind]() for kind in kinds}

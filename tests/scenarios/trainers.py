@@ -193,7 +193,7 @@ class Moments(pl.Callback):
             pass
         return True
 
-    def count(self, trainer: pl.Trainer, *_: Any) -> None:
+    def count(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self.within.counts["moments"] += self.resume is None and not trainer.sanity_checking
 
     on_train_batch_end = on_validation_batch_end = on_train_epoch_end = count
@@ -410,8 +410,8 @@ def checkpoints(strategy: Any) -> Any:
 class DrawsAtEpochs(pl.Callback):
     """Changes parameters at random, by all three libraries."""
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self._add(module)
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._add(pl_module)
 
     on_train_epoch_end = on_validation_epoch_end = on_train_epoch_start
 
@@ -432,7 +432,7 @@ class Stream(IterableDataset[Any]):
     """Without a length, so that Lightning fetches a batch ahead."""
 
     def __init__(self, samples: int) -> None:
-        self.rows = data(samples, 4)
+        self.rows: Any = data(samples, 4)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.rows
@@ -463,7 +463,7 @@ class Named(Net):
 
 @scenario
 def predictions_of_all_kinds(strategy: Any) -> Any:
-    rows = [(x, y, "n" * (index % 5)) for index, (x, y) in enumerate(data(11, 3))]
+    rows: Any = [(x, y, "n" * (index % 5)) for index, (x, y) in enumerate(zip(*data(11, 3).tensors, strict=True))]
     return trainer(strategy).predict(Named(), [DataLoader(rows, 4), DataLoader(rows, 3)])
 
 
@@ -506,7 +506,7 @@ class TwoValidations(Net):
 
 @scenario
 def several_loaders(strategy: Any) -> Any:
-    def combined(mode: str) -> Any:
+    def combined(mode: Any) -> Any:
         a, b = loader(27, 6, shuffle=True, drop_last=True), loader(13, 6, 5, shuffle=True, drop_last=True)
         return fit(strategy, TwoSources(), CombinedLoader({"a": a, "b": b}, mode))
 
@@ -533,7 +533,8 @@ class Digits(pl.LightningDataModule):
 
 @scenario
 def every_function_of_the_trainer(strategy: Any) -> Any:
-    made, module, source = trainer(strategy), Net(), Digits()
+    made: Any = trainer(strategy)
+    module, source = Net(), Digits()
     made.fit(module, datamodule=source)
     results = outcome(made, module)
     results["validate"] = made.validate(module, datamodule=source, verbose=False)
@@ -580,7 +581,7 @@ class LogsAll(Net):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("afterwards", outputs["loss"], on_epoch=True)
@@ -765,7 +766,7 @@ class Normalized(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         first, second = nn.BatchNorm1d(FEATURES, momentum=None, **options), nn.BatchNorm1d(8, **options)
-        self.layers = nn.Sequential(first, *self.layers[:2], second, self.layers[2]).double()
+        self.layers = nn.Sequential(first, *list(self.layers)[:2], second, self.layers[2]).double()
 
 
 @scenario
@@ -877,7 +878,7 @@ class GAN(Net):
         self.automatic_optimization = False
         self.judge = nn.Linear(CLASSES, 1).double()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         generator, judge = self.optimizers()
         self.toggle_optimizer(generator)
@@ -1018,7 +1019,7 @@ class Silent(Net):
 @scenario
 def compiled(strategy: Any) -> Any:
     made, module = trainer(strategy), Silent()
-    made.fit(torch.compile(module, backend="aot_eager"), loader(24, 8), loader(8, 8, 9))
+    made.fit(torch.compile(module, backend="aot_eager"), loader(24, 8), loader(8, 8, 9))  # type: ignore[arg-type]
     return outcome(made, module)
 
 
@@ -1030,8 +1031,8 @@ class Online(pl.Callback):
         self.evaluator = nn.Linear(CLASSES, CLASSES).double()
         self.optimizer = torch.optim.SGD(self.evaluator.parameters(), 0.1)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        nn.functional.cross_entropy(self.evaluator(module(batch[0]).detach()), batch[1]).backward()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        nn.functional.cross_entropy(self.evaluator(pl_module(batch[0]).detach()), batch[1]).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -1109,8 +1110,8 @@ def metrics_that_keep_more_than_states(strategy: Any) -> Any:
 
 class DrawsAtStarts(pl.Callback):
     @torch.no_grad()
-    def draw(self, trainer: pl.Trainer, module: Any) -> None:
-        for parameter in module.parameters():
+    def draw(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
 
     on_train_start = on_train_epoch_start = on_validation_start = on_validation_epoch_start = draw
@@ -1129,7 +1130,7 @@ def a_stream_fitted_longer(strategy: Any) -> Any:
     """Lightning fetches a batch ahead, and begins the stream again."""
     made, module, stream = trainer(strategy), Net(), DataLoader(Stream(21), 4)
     made.fit(module, stream)
-    made.fit_loop.max_epochs += 2
+    made.fit_loop.max_epochs = 4
     made.fit(module, stream)
     return outcome(made, module)
 
@@ -1177,8 +1178,8 @@ class DrawsByHand(Drawing):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(batch, batch_idx))

@@ -120,13 +120,13 @@ class Single(Random):
         super().__init__(**options)
         self.float()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.to(self.layers[0].weight.dtype))
 
 
 @apart
 def low_precisions(strategy: Any) -> Any:
-    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
+    scaled: Any = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
     options: dict[str, Any] = {"max_epochs": 3}
     return [
         fit(strategy, Single(), loader(40, 8), plugins=[scaled], **options),

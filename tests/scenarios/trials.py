@@ -88,7 +88,7 @@ class Extra:
 Scenario = Callable[[Extra], Any]
 
 
-class Moments(Callback):  # type: ignore[misc]
+class Moments(Callback):
     """Counts those at which a run can be cut, and asks to stop at one of them."""
 
     def __init__(self, extra: Extra, ask: Callable[[], None]) -> None:
@@ -271,7 +271,7 @@ def samplers(extra: Extra) -> Any:
     loaders = {
         "lazy": DataLoader(data(30), 8, sampler=LazySampler(30)),
         "growing": DataLoader(data(30), batch_sampler=GrowingBatches(30)),
-        "weighted": DataLoader(data(40), 8, sampler=WeightedRandomSampler(torch.arange(1.0, 41.0), 33)),
+        "weighted": DataLoader(data(40), 8, sampler=WeightedRandomSampler(torch.arange(1.0, 41.0).tolist(), 33)),
         "own generator": DataLoader(data(30), 8, shuffle=True, generator=own),
     }
     return {name: train(trial(extra()), loader) for name, loader in loaders.items()}
@@ -281,7 +281,7 @@ class Stream(IterableDataset[Any]):
     """Shuffles itself with Python's global generator."""
 
     def __init__(self, samples: int) -> None:
-        self.rows = list(data(samples))
+        self.rows = list(zip(*data(samples).tensors, strict=True))
 
     def __iter__(self) -> Iterator[Any]:
         rows = list(self.rows)
@@ -301,7 +301,7 @@ def iterable_dataset(extra: Extra) -> Any:
 
 @exact
 def batches_that_are_made_already(extra: Extra) -> Any:
-    batches = list(DataLoader(data(30), 7))
+    batches: Any = list(DataLoader(data(30), 7))
     listed = train(trial(extra()), batches, list(DataLoader(data(11, 9), 4)))
     return [listed, train(trial(extra()), DataLoader(batches, batch_size=None, shuffle=True))]
 
@@ -406,7 +406,7 @@ class Annealed(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
         self.calls = 0
 
-    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         self.calls += 1
         weight = torch.clamp(self.steps / 20, max=1.0) + min(1.0, self.calls / 9)
@@ -432,7 +432,7 @@ class MovesATeacher(nn.Module):
         self.layers, self.teacher = network(), network(2).requires_grad_(False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.calls += 1
             with torch.no_grad():
@@ -443,7 +443,7 @@ class MovesATeacher(nn.Module):
 
 @scenario
 def criteria_that_count_their_calls(extra: Extra) -> Any:
-    criteria = [Annealed(), AnnealedObject()]
+    criteria: list[Any] = [Annealed(), AnnealedObject()]
     found = [train(trial(extra(), criterion=each), DataLoader(data(30), 8)) for each in criteria]
     return [*found, *(each.calls for each in criteria), criteria[0].steps]
 
@@ -552,7 +552,7 @@ def predictions_and_targets_with_rows_of_their_own(extra: Extra) -> Any:
     return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
 
 
-class AddsMetric(Callback):  # type: ignore[misc]
+class AddsMetric(Callback):
     """As ``PyCM`` does for a confusion matrix."""
 
     def on_start_training(self, state: Any) -> None:
@@ -677,7 +677,7 @@ def a_closure_with_losses_under_keys_of_its_own(extra: Extra) -> Any:
 class EveryThird(torch.optim.Adam):
     """Takes a step in every third call, from the gradients of three backwards."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         group = self.param_groups[0]
         closure()
         group["calls"] = group.get("calls", 0) + 1
@@ -766,7 +766,7 @@ def a_run_behind_evaluations(extra: Extra) -> Any:
 
 def normalized(**options: Any) -> nn.Module:
     """A model with two BatchNorm layers."""
-    layers = network()
+    layers: Any = network()
     first, second = nn.BatchNorm1d(FEATURES, **options), nn.BatchNorm1d(8, momentum=None, **options)
     return nn.Sequential(first, *layers[:2], second, layers[2]).double()
 
@@ -840,7 +840,7 @@ class Uncertainty(nn.Module):
         self.log_var = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.register_buffer("calls", torch.tensor(0))
 
-    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.calls += self.training
         losses = torch.stack([nn.functional.cross_entropy(scores, target), scores.square().mean()])
         return (self.log_var.neg().exp() * losses + self.log_var).sum()
