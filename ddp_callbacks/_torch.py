@@ -232,6 +232,11 @@ def keeps_iterator(loader: DataLoader[Any]) -> bool:
     return any(isinstance(value, _BaseDataLoaderIter) for value in kept.values())
 
 
+def is_torchs_iterator(batches: object) -> bool:
+    """Whether this is an iterator as a ``DataLoader`` makes it, which yields what its ``collate_fn`` returns."""
+    return isinstance(batches, _BaseDataLoaderIter)
+
+
 def surround_loading(around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
     """Let the iterators of all DataLoaders call ``around(__next__)`` for a batch."""
     _BaseDataLoaderIter.__next__ = around(_BaseDataLoaderIter.__next__)  # type: ignore[assignment, method-assign]

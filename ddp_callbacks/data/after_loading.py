@@ -149,6 +149,7 @@ class AfterLoading(DividedLoader):
         self.draws_here = divider.world_size > 1 and not getattr(loader, "num_workers", 0)
         roots = {"loader": loader, "sampler": getattr(loader, "sampler", None)}
         super().__init__(loader, objects_of_order(**roots, dataset=getattr(loader, "dataset", None)), divider, group)
+        self.loads_all = divider.division != "own"
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:

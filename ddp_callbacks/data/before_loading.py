@@ -11,7 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
-from ddp_callbacks._torch import copied_loader, has_persistent_workers, keeps_iterator, note_workers, override
+from ddp_callbacks._torch import (
+    copied_loader,
+    has_persistent_workers,
+    is_torchs_iterator,
+    keeps_iterator,
+    note_workers,
+    override,
+)
 from ddp_callbacks.data.global_state import (
     copied_generator,
     get_global_state,
@@ -100,13 +107,14 @@ class BeforeLoading(DividedLoader):
 
     def _loaded(self, batches: Iterator[Any], loading: Loading) -> Iterator[Any]:
         """Yield the batches, which this process loads."""
-        is_whole = not self._begun.used
+        if not is_torchs_iterator(batches):
+            loading.draws = True  # another one may change them, and load them ahead
         while True:
             try:
                 batch = next(batches)
+                if (samples := loading.load_again()) is not None:
+                    batch = self.loader.collate_fn(samples)
             except StopIteration:
-                if is_whole:
-                    loading.end_pass()
                 return
             finally:
                 loading.end()

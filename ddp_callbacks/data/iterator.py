@@ -79,10 +79,12 @@ class DividedLoader:
 
     Attributes:
         is_stateful: Whether the loader resumes by a ``state_dict`` of its own.
+        loads_all: Whether each rank loads all batches, and takes its parts.
         passes: The number of passes that have begun.
     """
 
     is_stateful = False
+    loads_all = False
     passes = 0
     _has_warned = False
 
@@ -201,7 +203,7 @@ class ShardedIterator(Iterator[Any]):
     def __init__(
         self, source: DividedLoader, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
     ) -> None:
-        self._source, self.current = source, current
+        self._source, self.current, self.loads_all = source, current, source.loads_all
         self.batches, self._parts, self._shares = batches, parts, shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.

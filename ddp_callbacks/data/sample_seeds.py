@@ -8,10 +8,9 @@ the data set and its transforms hold, or name in their code. The process's own r
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -54,7 +53,7 @@ class SeededIndices(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if self._loading is not None:
-            return self._loading.apart(self[:], self._seed)
+            return self._loading.apart(self)
         return self._seeded()
 
     def __reduce__(self) -> Any:
@@ -63,12 +62,13 @@ class SeededIndices(list[Any]):
     def _seeded(self) -> Iterator[Any]:
         own = _of_worker()
         for place, index in enumerate(self[:]):
-            self._seed(place, own)
+            self.seed(place, own)
             yield index
             if not place and (worker := get_worker_info()) and worker.id == 0:  # one tells it for all
                 _look_for_more(worker.dataset, own)
 
-    def _seed(self, place: int, own: Sequence[Any]) -> None:
+    def seed(self, place: int, own: Sequence[Any]) -> None:
+        """Seed what a sample draws from the global generators and those of the data set, by its place in the batch."""
         _seed((*self._seeds, self._first + place), own)
 
 
@@ -174,73 +174,72 @@ def _is_of_library(module: str) -> bool:
 class Loading:
     """Keeps the random state of a process apart from what it draws while it loads samples itself.
 
-    A data set that has drawn nothing in a whole pass gets no seeds, until it draws.
+    If the samples of the first batch draw nothing, later ones get no seeds. Once one draws, its batch is loaded again.
+
+    Attributes:
+        draws: Whether samples draw, and get seeds; ``None``: unknown.
     """
 
     def __init__(self, dataset: object) -> None:
+        self.draws: bool | None = None
         self._dataset = dataset
         self._before: State | None = None
         self._own: list[Any] = []  # the data set's generators
-        self._draws: bool | None = None  # whether the data set draws; None: unknown
-        self._has_seeded = False
+        self._indices: SeededIndices | None = None  # of the batch that is being loaded
 
-    def apart(self, indices: list[Any], seed: Callable[[int, Sequence[Any]], None]) -> Iterator[Any]:
-        """Yield the indices of a batch, each under its seed. :meth:`end` must follow when the samples are loaded."""
-        self._has_seeded = self._draws is not False
-        own = self._begin()
-        if not self._has_seeded:
-            yield from indices
-            return
-        has_drawn = False
-        for place, index in enumerate(indices):
-            seed(place, own)
-            if not self._draws:
-                untouched = _numbers(own)
-                seed(place, own)
+    def apart(self, indices: SeededIndices) -> Iterator[Any]:
+        """Yield the indices of a batch. :meth:`load_again` must follow when the samples are loaded, and :meth:`end`."""
+        before = self._begin()
+        self._indices, is_unknown, has_drawn = indices, self.draws is None, False
+        for place, index in enumerate(indices[:]):
+            if self.draws is not False:
+                indices.seed(place, self._own)
+            seeded = self._states() if is_unknown else []
             yield index
-            if not place and not self._draws:
-                _look_for_more(self._dataset, own)
-            has_drawn = self._draws or has_drawn or _numbers(own) != untouched
-        self._draws = has_drawn or None
+            if is_unknown and not place:
+                _look_for_more(self._dataset, self._own)
+            has_drawn = has_drawn or (is_unknown and not is_same_state(seeded, self._states()))
+        if is_unknown:
+            self.draws = has_drawn
+            if not has_drawn:
+                self._restore(before)
+
+    def load_again(self) -> Any:
+        """Return the samples of the batch under their seeds; ``None`` if it had these, or draws nothing."""
+        if self.draws is not False or self._before is None:
+            return None
+        if is_same_state(self._before, self._states()):
+            self._before = None
+            return None
+        self.draws = True
+        self._restore(self._before)
+        load_all: Any = getattr(self._dataset, "__getitems__", None)
+        dataset: Any = self._dataset
+        return load_all(self._indices) if load_all else [dataset[index] for index in self._indices or ()]
 
     def seed(self, *seeds: int) -> None:
         """Seed what this process draws for a sample that it loads by itself. :meth:`end` must follow."""
-        self._has_seeded = True
-        _seed(seeds, self._begin())
-
-    def _begin(self) -> list[Any]:
-        """Keep the states from before, and return the data set's generators."""
-        if self._before is None:
-            if self._own or self._draws is not False:
-                self._own = generators_of(self._dataset)
-            self._before = self._states()
-        return self._own
-
-    def _states(self) -> State:
-        return [*get_global_state(), *map(get_state_of, self._own)]
-
-    def end_pass(self) -> None:
-        """Note whether the data set has drawn."""
-        self._draws = bool(self._draws)
+        self.draws = True
+        self._begin()
+        _seed(seeds, self._own)
 
     def end(self) -> None:
         """Draw on from the state before, if samples were loaded since."""
         before, self._before = self._before, None
-        if before is not None and not is_same_state(before, self._states()):
-            self._draws = self._draws if self._has_seeded else True
-            set_global_state(before)
-            for generator, state in zip(self._own, before[GLOBAL:], strict=True):
-                set_state_of(generator, state)
+        if before is not None:
+            self._restore(before)
 
+    def _begin(self) -> State:
+        """Keep the states from before, and return them."""
+        if self._before is None:
+            self._own = generators_of(self._dataset)
+            self._before = self._states()
+        return self._before
 
-def _numbers(own: Sequence[Any]) -> list[float]:
-    """Draw a number from each generator: after a seed, it tells whether anything has drawn. States take ten times."""
-    numpy = sys.modules.get("numpy")
-    found = [float(_number(each)) for each in (torch.default_generator, random, *own)]
-    return [*found, float(numpy.random.random())] if numpy else found
+    def _states(self) -> State:
+        return [*get_global_state(), *map(get_state_of, self._own)]
 
-
-def _number(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.randint(1 << 62, (), generator=generator, device=generator.device)
-    return generator.random()
+    def _restore(self, before: State) -> None:
+        set_global_state(before)
+        for generator, state in zip(self._own, before[GLOBAL:], strict=True):
+            set_state_of(generator, state)

@@ -132,7 +132,7 @@ TORCHRUN = (
     Flag("--master-port", "port there (default: a free one)", "PORT", 0, _PORT),
 )
 PREDICT = (
-    Flag("--seconds", "how long each of two runs trains (default: 20)", "SECONDS", 20.0, _POSITIVE),
+    Flag("--seconds", "how long each of two runs trains, once warm (default: 20)", "SECONDS", 20.0, _POSITIVE),
     Flag("--bandwidth", "Gbit/s of a machine (default: measured; on one machine, 10)", "GBIT", type=_POSITIVE),
     Flag(
         "--latency",

@@ -312,7 +312,7 @@ class Launch:
         """
         data = b"-"
         while data:
-            data = await next_input()
+            data = b"" if self.job.show_ranks == frozenset() else await next_input()  # nobody sees what a rank asks
             if data.endswith(b"\n"):
                 note_line()
             self.nodes[0].tell(Node.input, os.fsdecode(data))

@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.run import run_until
@@ -21,6 +21,11 @@ from ddp_callbacks.reporting.plot import draw
 
 _PROBE = "ddp_callbacks.launcher.probe"
 _LOOK = 0.5  # seconds between two looks at what the ranks have sent
+_PATIENCE = 30.0  # seconds without any, after which it is said what may be missing
+_NOTHING = (
+    f"nothing trains with ddp_callbacks yet, {_PATIENCE:g} s after the start. If the script has neither its callback "
+    "nor its strategy, end this with Ctrl-C, and give --auto"
+)
 
 
 def run_prediction(job: Job) -> int:
@@ -29,6 +34,8 @@ def run_prediction(job: Job) -> int:
     Raises:
         ConfigurationError: There is one process, or nothing to measure.
     """
+    if job.plot and not Path(job.plot).absolute().parent.is_dir():
+        raise ConfigurationError(f"the folder of --plot {job.plot} does not exist.")
     all_of_them = _Run(job)
     if code := all_of_them.train():
         return code
@@ -89,9 +96,12 @@ class _Run:
 
     async def _stop(self, launch: Launch, report: Collector) -> None:
         self._report, self.processes = report, sum(int(node.place["processes"]) for node in launch.nodes)
-        is_alone = self.processes == 1 and not self._is_second
+        is_alone, looks = self.processes == 1 and not self._is_second, 0
         while not is_alone and not self._is_warm():
             await asyncio.sleep(_LOOK)
+            looks += 1
+            if looks * _LOOK == _PATIENCE and not report.data()["ranks"]:
+                say(_NOTHING)
         self._begin = report.data()
         await asyncio.sleep(0 if is_alone else self._job.seconds / 2)
         self._middle = report.data()

@@ -21,6 +21,7 @@ from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.resume import Fit, keep_logs
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
+from ddp_callbacks.reporting.recorder import end_validation
 
 _SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # callbacks of either package, and of the Tuner
 
@@ -123,6 +124,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     def on_validation_end(self) -> None:
         """Stop on all ranks if one wants to; with local steps, train from the parameters that hooks have restored."""
+        end_validation()
         if self._trainer.state.fn == "validate":
             StepsMixin.on_train_end(self)
         if self._run is not None:
@@ -135,6 +137,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             self._run.end()
 
     on_test_end = on_predict_end = on_train_end
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Like Lightning's; it is no part of the validation before it."""
+        end_validation()
+        super().save_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. With local steps, average the parameters before; then a collective."""

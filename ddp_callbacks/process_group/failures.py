@@ -8,7 +8,6 @@ left, or waits for this one in a different exchange. Only a wait of more than a 
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import OWN_THREADS, Presence, found, is_aborted, presence
 from ddp_callbacks.process_group.presence import enter as enter
-from ddp_callbacks.reporting.stopwatch import note_wait
+from ddp_callbacks.reporting.stopwatch import begin_wait, end_wait
 
 _SLICE = timedelta(seconds=0.1)  # how often a waiting rank checks what it has heard
 _LONG = 10  # slices of a wait before the others are told
@@ -70,8 +69,10 @@ def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
             timeout.
         MismatchError: Another rank waits for this one in another exchange.
     """
-    begin, here = time.perf_counter(), found()
+    here, is_beside_training = found(), _is_beside_training()
     run = 0 if here is None else here.run
+    if not is_beside_training:
+        begin_wait()
     try:
         if not _wait_first_slices(pending, here):
             _wait_long(pending, purpose, group, run)
@@ -79,8 +80,9 @@ def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
             raise RuntimeError(_ABORTED)  # the result may be meaningless
     except (MismatchError, RuntimeError) as error:
         _fail(error, purpose, group, run)
-    if not _is_beside_training():
-        note_wait(begin)
+    finally:
+        if not is_beside_training:
+            end_wait()
 
 
 @contextmanager

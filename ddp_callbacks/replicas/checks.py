@@ -64,6 +64,7 @@ class ReplicaChecks:
             PeerError: Another rank failed or died.
         """
         self.times.mark("between steps")
+        self.times.note_epoch(epoch)
         self._steps += 1
         if self._steps < self._interval:
             return

@@ -42,6 +42,11 @@ class StepTimes:
         if self._recorder is not None:
             self._recorder.mark(part or WAITING)
 
+    def note_epoch(self, epoch: int) -> None:
+        """Note the number of the epoch, from 0."""
+        if self._recorder is not None:
+            self._recorder.note_epoch(epoch)
+
     def launch(self, bucket: int) -> None:
         """Note that the sum of a bucket begins."""
         if self._recorder is not None:

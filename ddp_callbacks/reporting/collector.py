@@ -24,7 +24,8 @@ class Rank:
     """What one rank has sent, whose process may have been replaced.
 
     Attributes:
-        samples: Seconds since the job's start, steps, and seconds by part, all totals of all its processes.
+        samples: Seconds since the job's start, steps, and by part: seconds, those of waits, and those of waits in any
+            case. All are totals of all its processes.
         said: The last message.
         stepped: When its last step was heard of, or its first message.
         is_lost: Whether the job continues without its process, until a new one sends something.
@@ -35,7 +36,7 @@ class Rank:
     samples: list[tuple[float, int, list[float]]] = field(default_factory=list)
     said: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    before: tuple[int, list[float]] = (0, [0.0] * len(PARTS))  # steps and seconds of the processes before this one
+    before: tuple[int, list[float]] = (0, [0.0] * 3 * len(PARTS))  # steps and seconds of the processes before this one
     stepped: float = 0.0
     is_lost: bool = False
     line: bytes = b""
@@ -125,16 +126,23 @@ class Collector:
 
 
 def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
-    _, steps, seconds = rank.samples[-1]
+    first = next((sample for sample in rank.samples if sample[1]), rank.samples[-1])
     text = _COMMANDS.sub("", rank.line.decode(errors="replace")).rstrip()
     return {
         "rank": number,
         "node": rank.node,
-        "seconds": {part: round(each, 4) for part, each in zip(PARTS, seconds, strict=True)},
-        "steps": steps,
+        **_times(rank.samples[-1]),
+        "first": _times(first),  # with a step
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,
         "line": re.split(r"[\r\n]", text)[-1].strip(),
-        **{name: rank.said[name] for name in ("epoch", "stage", "gradients", "exchanging", "memory", "about")},
+        **{name: rank.said[name] for name in ("epoch", "stage", "gradients", "loads_all", "memory", "about")},
     }
+
+
+def _times(sample: tuple[float, int, list[float]]) -> dict[str, Any]:
+    """Return steps, seconds by part, waits by part, and those in any case."""
+    _, steps, spent = sample
+    rest = iter([round(each, 4) for each in spent])
+    return {"steps": steps} | {kind: dict(zip(PARTS, rest, strict=False)) for kind in ("seconds", "waits", "least")}

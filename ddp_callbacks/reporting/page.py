@@ -13,24 +13,25 @@ from typing import Any
 
 from ddp_callbacks.reporting.summary import (
     SHOWN,
-    VALIDATING,
     advice,
     bandwidth_of,
     has_parts,
     in_bytes,
+    in_digits,
     in_words,
     name_of,
     one_line,
     pace_of,
     parts_of,
+    step_of,
 )
 
 _BARS = 64  # ranks to show
 _TICKS = 12  # epochs to mark
 _MEANING = (
-    "Between steps: the optimizer (one process counts it as computing), checkpoints, callbacks, loggers. Validating: "
-    "and what follows until the next batch, such as checkpoints. The exchange takes as long as "
-    "the process waits that comes last; what others wait longer, they wait for slower ones."
+    "Between steps: the optimizer (one process counts it as computing), checkpoints, callbacks, loggers. The exchange "
+    "takes as long as the process waits that comes last; what others wait longer, they wait for slower ones. Waits in "
+    "torch.distributed's own calls are not told apart."
 )
 _BOUND = (
     "At most so many times as fast as one: as if a process alone took as long for each sample, and none waited. ddprun "
@@ -168,12 +169,11 @@ def _numbers(data: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for place, (rank, own) in enumerate(zip(data["ranks"], parts_of(data), strict=True)):
         each = [f"{own[name]:.1f} s" for name in shown]
-        step = (sum(own.values()) - own[VALIDATING]) / max(rank["steps"], 1) * 1e3
         memory = [f"{size:,}" for size in rank["memory"]] + ["-"] * (2 - len(rank["memory"]))
-        rows.append((name_of(data, place), f"{rank['steps']:,}", f"{step:.1f}", *each, *memory))
+        rows.append((name_of(data, place), f"{rank['steps']:,}", f"{step_of(rank) * 1e3:.1f}", *each, *memory))
     yield from _table(rows[:_BARS], "", head)
     nbytes, rate = data["ranks"][0]["gradients"][0], bandwidth_of(data)
-    at = f", exchanged at {in_bytes(rate)} per second or more" if rate else ""
+    at = f", exchanged in {in_digits(nbytes / rate * 1e3)} ms or less" if rate else ""
     yield f"<p>{in_bytes(nbytes)} of gradients in each step{at}.</p>"
 
 

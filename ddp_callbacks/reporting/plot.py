@@ -48,7 +48,7 @@ def draw(found: Mapping[str, Any], title: str) -> str:
 
 def _axes(machines: Sequence[int]) -> Iterator[str]:
     yield _text(_LEFT, 24, "times as fast as one machine (dashed: the number of machines)")
-    yield _text(_LEFT, 42, "Dots: measured. Lines: predicted.", "class='faint'")
+    yield _text(_LEFT, 42, f"Dots: measured. Lines: predicted; at the bottom {_LEAST} or less.", "class='faint'")
     for number in machines:
         if number & (number - 1) == 0:
             x, y = _at(number, number)
@@ -65,7 +65,7 @@ def _at(machines: float, times: float) -> tuple[float, float]:
 
 
 def _curve(points: Sequence[tuple[float, float]], kind: str) -> str:
-    places = [_at(*point) for point in points if point[1] >= _LEAST]
+    places = [_at(machines, max(times, _LEAST)) for machines, times in points]
     return f"<path class='{kind}' d='M{' L'.join(f'{x} {y}' for x, y in places)}'/>"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, HELD_UP, LOADING, PARTS, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, LOADING, PARTS, VALIDATION, WAITING
+from ddp_callbacks.reporting.summary import in_digits, percent
 
 MACHINES = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
@@ -67,27 +68,37 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
             f"{command} took {least} steps, and {FEWEST} are the least to measure. Let it train for longer: "
             "more epochs, smaller batches, or --seconds."
         )
-    steps, mean = _mean(before, after)
-    seconds, nbytes = sum(mean.values()) - mean[VALIDATION], after["ranks"][0]["gradients"][0]
-    parts = mean[BACKWARD], mean[BETWEEN], mean[WAITING]
-    _, first = _mean(before, middle if middle and len(middle["ranks"]) == len(nodes) else after)
-    spread = abs((sum(first.values()) - first[VALIDATION]) / seconds - 1)
-    counted = len(nodes) // counts[0], len(nodes)
-    return Measured(*counted, seconds, *parts, nbytes, mean[VALIDATION], not mean[LOADING], steps, spread)
+    steps, mean, waits = _mean(before, after)
+    nbytes = after["ranks"][0]["gradients"][0]
+    # Others wait for what one rank does between steps, such as a checkpoint: it takes so long on each.
+    between, apart = mean[BETWEEN] + waits[BETWEEN], waits[BETWEEN] + waits[VALIDATION]
+    parts = mean[BACKWARD], between, mean[WAITING] - apart, nbytes
+    _, *first = _mean(before, middle if middle and len(middle["ranks"]) == len(nodes) else after)
+    seconds, of_first = (sum(own.values()) - _validation(own, waited) for own, waited in ((mean, waits), first))
+    counted, spread = (len(nodes) // counts[0], len(nodes)), abs(of_first / seconds - 1)
+    return Measured(*counted, seconds, *parts, _validation(mean, waits), not mean[LOADING], steps, spread)
 
 
-def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Return a number of steps, and the mean seconds of one by part; of all, if few came after ``before``."""
+def _validation(mean: Mapping[str, float], waits: Mapping[str, float]) -> float:
+    return mean[VALIDATION] + waits[VALIDATION]
+
+
+def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dict[str, float], dict[str, float]]:
+    """Return a number of steps, and the mean seconds of one, and those of its waits, by part.
+
+    If few steps came after ``before``, all count but those of the first message, which compare the first batch.
+    """
     begins, ends = ({rank["rank"]: rank for rank in moment["ranks"]} for moment in (before, after))
     if begins.keys() != ends.keys() or min(ends[each]["steps"] - begins[each]["steps"] for each in ends) < FEWEST:
-        begins = {each: {"steps": 0, "seconds": dict.fromkeys(PARTS, 0.0)} for each in ends}
+        begins = {each: end["first"] for each, end in ends.items()}
     steps = {each: max(end["steps"] - begins[each]["steps"], 1) for each, end in ends.items()}
-    mean = {
-        part: sum((end["seconds"][part] - begins[each]["seconds"][part]) / steps[each] for each, end in ends.items())
-        for part in PARTS
-    }
-    mean[VALIDATION] += mean.pop(HELD_UP)
-    return min(steps.values()), {part: total / len(ends) for part, total in mean.items()}
+
+    def mean(kind: str, part: str) -> float:
+        spent = ((end[kind][part] - begins[each][kind][part]) / steps[each] for each, end in ends.items())
+        return float(sum(spent)) / len(ends)
+
+    seconds, waits = ({part: mean(kind, part) for part in PARTS} for kind in ("seconds", "waits"))
+    return min(steps.values()), seconds, waits
 
 
 def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         halves = " and ".join(f"{run['steps']:,} steps (first half: {run['spread']:.0%} off)" for run in (few, many))
         yield f"These are means of {halves}: --seconds for more."
     if few["validation"] or many["validation"]:
-        yield "Left out: validations, and what follows them until the next batch, such as checkpoints."
+        yield "Left out: validations."
     if few["machines"] == many["machines"] and times < 1:
         yield "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
     yield from _table(found)
@@ -172,7 +183,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _said(run: Mapping[str, Any]) -> str:
     where = f"{_count(run['processes'], 'process')} on {_count(run['machines'], 'machine')}"
-    return f"{where}, {run['seconds'] * 1e3:.3g} ms a step"
+    share = run["waiting"] / run["seconds"]
+    waiting = f" ({percent(share)} waiting)" if share > _UNEVEN else ""
+    return f"{where}, {in_digits(run['seconds'] * 1e3)} ms a step{waiting}"
 
 
 def _count(number: int, name: str) -> str:
@@ -186,7 +199,7 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
     for row in found["predicted"]:
         first, *more = row["ways"].values()
         times = first["divided"], first["grown"], *(each["divided"] for each in more)
-        counts = f"{row['machines']:,}", f"{row['processes']:,}", f"{first['seconds'] * 1e3:.3g}"
+        counts = f"{row['machines']:,}", f"{row['processes']:,}", in_digits(first["seconds"] * 1e3)
         rows.append((*counts, *(f"{each:.2f}" for each in times)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     yield from ("", *("  ".join(map(str.rjust, row, widths)) for row in rows), "")

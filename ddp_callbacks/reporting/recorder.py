@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeVar
@@ -27,12 +27,15 @@ from ddp_callbacks.reporting.stopwatch import Stopwatch
 from ddp_callbacks.reporting.trace import Tracer
 
 T = TypeVar("T")
-FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION, HELD_UP = PARTS = (
-    *("in forward", "in backward", "loading", "waiting", "between steps", "validation", "waiting in validation"),
+FORWARD, BACKWARD, LOADING, WAITING, BETWEEN, VALIDATION = PARTS = (
+    *("in forward", "in backward", "loading", "waiting", "between steps", "validation"),
 )
-"""Between steps: the optimizer, callbacks, logging. Waiting: for sums, and so for the other ranks, too. Validation: and
-what follows it until the next batch, such as checkpoints; held up: waits then. A process alone counts forward, backward
-and the optimizer as forward."""
+"""Between steps: the optimizer, callbacks, logging, checkpoints. Waiting: for sums, and so for the other ranks, too; by
+the part in which it is, waits for the gradients are those of waiting. A process alone counts forward, backward and the
+optimizer as forward."""
+
+_NEXT = {FORWARD: BACKWARD, BACKWARD: WAITING, WAITING: BETWEEN}
+"""The part that comes after another; forward, if it is none of these."""
 
 _OFTEN, _RARELY, _FIRST = 1.0, 5.0, 60.0  # seconds between two messages at first, and later; how long "at first" is
 _AT_LEAST = 20  # steps whose shortest wait counts as what the sums take in any case
@@ -49,24 +52,30 @@ class Recorder:
 
     def __init__(self, path: str) -> None:
         self._begin, self._watch = time.perf_counter(), Stopwatch()
-        self._has_begun = False
-        self.is_alone = os.environ.get("WORLD_SIZE") == "1"  # where nobody marks what comes before a step
+        self._has_begun = self._is_loading = False
         self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._steps = self._epoch = self._validations = 0
-        self._steps_at_pass = -1  # steps when the last pass over the training data began
+        self._steps_at_pass = self._steps_at_validation = -1  # when the last of each began
         self._validates = False  # whether the last batch was one of a validation
         self._has_batch: bool | None = None  # drawn since the last step; None: no loader of ours draws
+        self._is_at_end = self._loads_all = False  # of a pass; of which each process loads all batches
         self._passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
         self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
-        self._waits = _Waits()
+        self._shortest = _Shortest()
         self._about: dict[str, Any] = {}
         self._sending = threading.Lock()
         steps = int(os.environ.get(TRACE) or 0)
         self._tracer = Tracer(steps) if steps else None
         if self._tracer is not None:
             Stopwatch.listeners.append(self._trace_wait)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one process, or one is left: loaders are torch's, and nobody marks what precedes a step."""
+        return os.environ.get("WORLD_SIZE") == "1"
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
         """Note the module that is trained, and how its gradients are synchronized."""
@@ -77,14 +86,27 @@ class Recorder:
         """Count the time since the last mark as that of ``part``. Never blocks."""
         begin, now, waited = self._watch.lap()
         if self._has_begun:  # before lies what prepares training
-            self._seconds[part] += now - begin - waited
-            self._seconds[HELD_UP if self._validates else WAITING] += waited
+            self._add(part, now - begin, waited, self._seconds, self._waits)
             if self._tracer is not None:
                 self._tracer.add(part, begin, now)
-        self._has_begun = True
+        self._has_begun, self._marked = True, part
         if part == WAITING and self._launched:
             self._exchange += now - self._launched
             self._launched, self._sums = 0.0, self._sums + 1
+
+    @staticmethod
+    def _add(part: str, spent: float, waited: float, seconds: dict[str, float], waits: dict[str, float]) -> None:
+        """Add the seconds of a lap, of which a rank has waited some; for gradients, all of them."""
+        waited = spent if part == WAITING else waited
+        seconds[part] += spent - waited
+        seconds[WAITING] += waited
+        waits[part] += waited
+
+    def _part_now(self) -> str:
+        """Return the part that has not ended yet."""
+        if self._validates or self._is_loading:
+            return VALIDATION if self._validates else LOADING
+        return _NEXT.get(self._marked, FORWARD)
 
     def launch(self, bucket: int = 0) -> None:
         """Note that a sum over the ranks begins."""
@@ -101,12 +123,17 @@ class Recorder:
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
         if self.is_alone:
+            _time_torchs_loaders()
             self.mark(FORWARD)
-        if self._has_batch is not False:
+        if self._has_batch is not False or self._is_at_end:  # one that was drawn ahead
             self._steps += 1
-            self._has_batch = self._has_batch and False
-            self._waits.end_step(self._seconds[WAITING], self._sums)
+            self._has_batch, self._is_at_end = self._has_batch and False, False
+            self._shortest.end_step(self._waits.values(), self._sums)
             self._trace_step()
+
+    def note_epoch(self, epoch: int) -> None:
+        """Note the number of the epoch, from 0, as its program counts: passes may be repeated."""
+        self._epoch = epoch + 1
 
     def _trace_wait(self, begin: float, end: float) -> None:
         if self._tracer is not None:
@@ -119,8 +146,11 @@ class Recorder:
             self._tracer = None if self._tracer.is_done(self._steps) else self._tracer
 
     def begin_loading(self, batches: object, training: bool) -> None:
-        """Note that this rank asks the iterator ``batches`` for its next batch."""
+        """Note that this rank asks the iterator ``batches`` for its next batch; nothing, before a training or after."""
+        if not training and not self._has_begun:
+            return
         self._mark_rest()
+        self._is_loading, self._loads_all = True, self._loads_all or getattr(batches, "loads_all", False)
         if batches not in self._passes:
             self._passes.add(batches)
             self._note_pass(training)
@@ -128,17 +158,28 @@ class Recorder:
 
     def end_loading(self, has_batch: bool) -> None:
         """Note that it has the batch, or that there is none."""
+        if not self._is_loading:
+            return
         self.mark(VALIDATION if self._validates else LOADING)
-        self._has_batch = True if has_batch and not self._validates else self._has_batch
+        self._is_loading = False
+        if self._validates and not has_batch:
+            self._validates = False
+        elif not self._validates:
+            self._has_batch, self._is_at_end = has_batch or self._has_batch, not has_batch
+
+    def end_validation(self) -> None:
+        """Note that no batch of this validation follows."""
+        if self._validates:
+            self.mark(VALIDATION)
+            self._validates = False
 
     def end(self) -> None:
-        """Count what has followed the last step, such as a checkpoint, and send it: a training is over.
-
-        If an exception has ended it, the rank may have hung.
-        """
+        """Count what has followed the last step, such as a checkpoint, and send it: a training is over."""
         if self._has_begun and sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
             self._mark_rest()
-        self._has_begun = self._validates = False
+        elif self._has_begun:
+            self.mark(self._part_now())
+        self._has_begun = self._validates = self._is_loading = False
         self.send()
 
     def _mark_rest(self) -> None:
@@ -148,7 +189,8 @@ class Recorder:
 
     def _note_pass(self, training: bool) -> None:
         if not training:
-            self._validations += not self._validates  # all loaders of a validation count once
+            self._validations += self._steps > self._steps_at_validation  # all loaders of a validation count once
+            self._steps_at_validation = self._steps
         elif self._steps > self._steps_at_pass:
             self._steps_at_pass, self._epoch = self._steps, self._epoch + 1
 
@@ -167,14 +209,18 @@ class Recorder:
 
     def _totals(self) -> dict[str, Any]:
         self._about = self._about or _place()
+        seconds, waits = self._seconds.copy(), self._waits.copy()
+        if self._has_begun:  # what has not ended: a rank may hang
+            self._add(self._part_now(), *self._watch.running(), seconds, waits)
+        spent = *seconds.values(), *waits.values(), *self._shortest.of(waits.values())
         return {
-            "seconds": [round(each, 4) for each in self._seconds.values()],
+            "seconds": [round(each, 4) for each in spent],
             "steps": self._steps,
             "epoch": self._epoch,
             "validation": self._validations,
             "stage": "validating" if self._validates else "training" if self._has_begun else "",
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
-            "exchanging": round(self._waits.exchanging(), 4),
+            "loads_all": self._loads_all,
             "memory": _memory(),
             "process": self._pid,
             "about": self._about,
@@ -187,29 +233,34 @@ class Recorder:
                 os.write(self._file, line)
 
 
-class _Waits:
-    """Tells which share of its waits a rank waits in any case, also where the ranks wait for each other by turns.
+class _Shortest:
+    """Tells how long a rank waits in any case, also where the ranks wait for each other by turns.
 
-    A rank that comes last waits for nobody. So of each 20 steps, the shortest wait counts for all of them.
+    A rank that comes last waits for nobody. So of each 20 steps, the shortest wait in a part counts for all of them.
     """
 
     def __init__(self) -> None:
-        self._waits: list[float] = []
-        self._waited, self._sums = 0.0, 0  # when the last step ended
-        self._least = self._all = 0.0
+        self._steps: list[list[float]] = []  # seconds of waits, by part
+        self._waited, self._sums = [0.0] * len(PARTS), 0  # when the last step ended
+        self._least, self._all = [0.0] * len(PARTS), [0.0] * len(PARTS)
 
-    def end_step(self, waited: float, sums: int) -> None:
-        """Note the seconds of all waits until now, and the number of synchronizations."""
+    def end_step(self, waits: Iterable[float], sums: int) -> None:
+        """Note the seconds of all waits until now, by part, and the number of synchronizations."""
+        waited = [*waits]
         if sums > self._sums:
-            self._waits.append(waited - self._waited)
+            self._steps.append([now - before for now, before in zip(waited, self._waited, strict=True)])
         self._waited, self._sums = waited, sums
-        if len(self._waits) == _AT_LEAST:
-            self._least, self._all = self._least + _AT_LEAST * min(self._waits), self._all + sum(self._waits)
-            self._waits = []
+        if len(self._steps) == _AT_LEAST:
+            for part, own in enumerate(zip(*self._steps, strict=True)):
+                self._least[part] += _AT_LEAST * min(own)
+                self._all[part] += sum(own)
+            self._steps = []
 
-    def exchanging(self) -> float:
-        """Return the share; 1 until it is known."""
-        return self._least / self._all if self._all else 1.0
+    def of(self, waits: Iterable[float]) -> list[float]:
+        """Return the seconds that the rank has waited in any case; all, until it is known."""
+        unknown = float(not any(self._all))
+        shares = (least / whole if whole else unknown for least, whole in zip(self._least, self._all, strict=True))
+        return [waited * share for waited, share in zip(waits, shares, strict=True)]
 
 
 @functools.cache
@@ -223,17 +274,28 @@ def recorder() -> Recorder | None:
     except OSError:  # this process belongs to another user
         return None
     sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(lambda *_: made.step())
-    if made.is_alone:  # its loaders stay its own
-        import_module("ddp_callbacks._torch").surround_loading(timed_loading)
+    if made.is_alone:
+        _time_torchs_loaders()
     atexit.register(made.end)
     threading.Thread(target=made.keep_sending, name="ddp_callbacks report", daemon=True).start()
     return made
+
+
+@functools.cache
+def _time_torchs_loaders() -> None:
+    import_module("ddp_callbacks._torch").surround_loading(timed_loading)
 
 
 def end_training() -> None:
     """Note that a training is over, see :meth:`Recorder.end`."""
     if (own := recorder()) is not None:
         own.end()
+
+
+def end_validation() -> None:
+    """Note that a validation is over, see :meth:`Recorder.end_validation`."""
+    if (own := recorder()) is not None:
+        own.end_validation()
 
 
 def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:

@@ -11,7 +11,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.reporting.recorder import HELD_UP, WAITING
+from ddp_callbacks.reporting.recorder import WAITING
 from ddp_callbacks.reporting.requests import STATUS, ask
 from ddp_callbacks.reporting.summary import in_words, percent
 
@@ -77,7 +77,7 @@ def _title(data: Mapping[str, Any]) -> str:
 
 def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = rank["seconds"]
-    waits = (seconds[WAITING] + seconds[HELD_UP]) / (sum(seconds.values()) or 1.0)
+    waits = seconds[WAITING] / (sum(seconds.values()) or 1.0)
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
     stepped = f"{in_words(rank['stepped'])} ago{', validating' * (rank['stage'] == 'validating')}"
     is_still = rank["is_lost"] or rank["stepped"] > _LATELY

@@ -11,11 +11,13 @@ class Stopwatch:
     """Counts the seconds of laps, and of the waits in them.
 
     Attributes:
-        waited: The seconds of all waits of this process so far.
+        waited: The seconds of all waits of this process that have ended.
+        since: When a wait began that has not ended.
         listeners: What to call after a wait, with its begin and its end.
     """
 
     waited: ClassVar[float] = 0.0
+    since: ClassVar[float | None] = None
     listeners: ClassVar[list[Callable[[float, float], None]]] = []
 
     def __init__(self) -> None:
@@ -27,10 +29,22 @@ class Stopwatch:
         self._last, self._waited = time.perf_counter(), Stopwatch.waited
         return begin, self._last, self._waited - waited
 
+    def running(self) -> tuple[float, float]:
+        """Return the seconds of the lap until now, and those of its waits, also of one that has not ended."""
+        now, since = time.perf_counter(), Stopwatch.since
+        return now - self._last, Stopwatch.waited - self._waited + (0.0 if since is None else now - since)
 
-def note_wait(begin: float) -> None:
-    """Note that this process has waited for others since ``begin``, by :func:`time.perf_counter`."""
-    end = time.perf_counter()
-    Stopwatch.waited += end - begin
-    for listener in Stopwatch.listeners:
-        listener(begin, end)
+
+def begin_wait() -> None:
+    """Note that this process waits for others from now on."""
+    Stopwatch.since = time.perf_counter()
+
+
+def end_wait() -> None:
+    """Note that it does not wait any more."""
+    begin, end = Stopwatch.since, time.perf_counter()
+    Stopwatch.since = None
+    if begin is not None:
+        Stopwatch.waited += end - begin
+        for listener in Stopwatch.listeners:
+            listener(begin, end)

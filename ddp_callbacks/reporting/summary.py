@@ -1,8 +1,8 @@
 """What follows from the time of the ranks: shares, the rank that sets the pace, one line, and what to try next.
 
 A rank waits for the sums, which take some time in any case, and for the ranks that are slower. The one that waits least
-tells how long the sums take: each rank does, by the steps in which it came last, and the least of them counts. What a
-rank waits longer, it waits for slower ranks.
+tells how long the sums take: each rank does, by the steps in which it came last, and the least of them counts, for each
+part. What a rank waits longer, it waits for slower ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, HELD_UP, LOADING, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, LOADING, PARTS, VALIDATION, WAITING
 
 Data = Mapping[str, Any]
 COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
@@ -24,16 +24,21 @@ _SMALL = 0.005  # seconds of a short step
 
 def parts_of(data: Data) -> list[dict[str, float]]:
     """Return the seconds of each rank by the names of :data:`SHOWN`, in the order of the ranks."""
-    ranks = data["ranks"]
-    least = min((each["seconds"][WAITING] * each["exchanging"] / max(each["steps"], 1) for each in ranks), default=0.0)
-    return [_shown(each["seconds"], least * max(each["steps"], 1)) for each in ranks]
+    ranks = [(each["seconds"], each["least"], max(each["steps"], 1)) for each in data["ranks"]]
+    least = sum(min((own[part] / steps for _, own, steps in ranks), default=0.0) for part in PARTS)
+    return [_shown(seconds, least * steps) for seconds, _, steps in ranks]
 
 
 def _shown(seconds: Data, exchange: float) -> dict[str, float]:
-    computing = seconds[FORWARD] + seconds[BACKWARD]
-    waits = seconds[WAITING] - exchange + seconds[HELD_UP]
+    computing, waits = seconds[FORWARD] + seconds[BACKWARD], seconds[WAITING] - exchange
     values = (computing, seconds[LOADING], exchange, waits, seconds[BETWEEN], seconds[VALIDATION])
     return dict(zip(SHOWN, map(float, values), strict=True))
+
+
+def step_of(rank: Data) -> float:
+    """Return the mean seconds of a rank's step, without validations."""
+    spent = sum(rank["seconds"].values()) - rank["seconds"][VALIDATION] - rank["waits"][VALIDATION]
+    return float(spent / max(rank["steps"], 1))
 
 
 def shares_of(data: Data) -> dict[str, float]:
@@ -60,9 +65,16 @@ def pace_of(data: Data) -> int | None:
 def times_as_fast(data: Data) -> float:
     """Return how many times as long one process would take if each sample cost it as much, without an exchange."""
     parts = parts_of(data)
-    divided = sum(own[COMPUTING] + own[LOADS] + own[VALIDATING] for own in parts)
+    divided = sum(own[COMPUTING] + own[VALIDATING] for own in parts)
     shared = sum(own[OTHER] for own in parts) / len(parts)
+    loads = sum(own[LOADS] for own in parts)
+    shared, divided = (shared + loads / len(parts), divided) if _load_all(data) else (shared, divided + loads)
     return (divided + shared) / (sum(sum(own.values()) for own in parts) / len(parts) or 1.0)
+
+
+def _load_all(data: Data) -> bool:
+    """Whether each process loads all batches, of which it takes its part."""
+    return any(each["loads_all"] for each in data["ranks"])
 
 
 def bandwidth_of(data: Data) -> float | None:
@@ -88,6 +100,11 @@ def in_words(seconds: float) -> str:
 def percent(share: float) -> str:
     """Return a share in percent."""
     return f"{100 * share:.0f} %"
+
+
+def in_digits(number: float) -> str:
+    """Return a number with three digits, without an exponent."""
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def in_bytes(count: float) -> str:
@@ -130,30 +147,45 @@ def _of_ranks(data: Data) -> Iterator[str]:
     loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts]
     if max(loads) > _MUCH:
         who = name_of(data, loads.index(max(loads))) if max(loads) > 1.5 * min(loads) else "each rank"
-        yield (
-            f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. Give the DataLoader more workers "
-            "(num_workers), prepare the samples before training, or keep them on a faster disk."
+        remedy = (
+            "It loads every batch, of which it takes its part: a data set with an index (map-style) is divided before."
+            if _load_all(data) and len(parts) > 1
+            else "Give the DataLoader more workers (num_workers), or prepare the samples before training."
         )
+        yield f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. {remedy}"
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
         remedy = (
             "if it writes checkpoints or logs then, write them less often, or to a faster disk."
-            if part in (OTHER, VALIDATING)
+            if part == OTHER
             else "look for other work on its machine, let --bind core give each process cores of its own, or start "
             "fewer processes there."
         )
         yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
     elif (share := shares_of(data)[SLOWER]) > _MUCH:
-        yield (
-            f"The ranks wait for each other by turns for {percent(share)} of their time: their batches take unequal "
-            "times, or they share cores. Put samples of similar length into one batch, or try --bind core."
+        late = [f"{name_of(data, place)} is late {'while ' * (part != OTHER)}{part}" for place, part in _late(parts)]
+        why = (
+            f"{' and '.join(late)}."
+            if late
+            else "their batches take unequal times, or they share cores. Put samples of similar length into one batch, "
+            "or try --bind core."
         )
+        yield f"The ranks wait for each other by turns for {percent(share)} of their time: {why}"
 
 
-def _excess(parts: Sequence[Mapping[str, float]], pace: int) -> str:
+def _late(parts: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
+    """Return the ranks that take much longer than the mean in a part, with the part."""
+    excess = ((place, part := _excess(parts, place), _beyond(parts, place, part)) for place in range(len(parts)))
+    return [(place, part) for place, part, seconds in excess if seconds > _PACE / 2 * sum(parts[place].values())]
+
+
+def _excess(parts: Sequence[Mapping[str, float]], place: int) -> str:
     """Return the part in which a rank takes longer than the mean by most."""
-    means = {name: sum(own[name] for own in parts) / len(parts) for name in (COMPUTING, LOADS, OTHER, VALIDATING)}
-    return max(means, key=lambda name: parts[pace][name] - means[name])
+    return max((COMPUTING, LOADS, OTHER, VALIDATING), key=lambda part: _beyond(parts, place, part))
+
+
+def _beyond(parts: Sequence[Mapping[str, float]], place: int, part: str) -> float:
+    return parts[place][part] - sum(own[part] for own in parts) / len(parts)
 
 
 def _of_job(data: Data) -> Iterator[str]:
@@ -165,7 +197,7 @@ def _of_job(data: Data) -> Iterator[str]:
             f"The exchange of gradients takes {percent(shares[EXCHANGING])}: try a larger batch{wire}. Fewer "
             "processes may be as fast."
         )
-    step = max(sum(own.values()) / max(each["steps"], 1) for own, each in zip(parts, data["ranks"], strict=True))
+    step = max(map(step_of, data["ranks"]))
     if len(parts) > 1 and step < _SMALL:
         yield f"A step takes {step * 1e3:.1f} ms, so there is little to divide: a larger batch gives each process more."
     if shares[OTHER] > _QUARTER:
@@ -174,7 +206,4 @@ def _of_job(data: Data) -> Iterator[str]:
             'Trainer(profiler="simple") tells in which; ddprun stacks shows where the ranks are just now.'
         )
     if shares[VALIDATING] > _LONG:
-        yield (
-            f"Validation takes {percent(shares[VALIDATING])}, with what follows it until the next batch, such as a "
-            "checkpoint: validate and save less often, or validate with a larger batch."
-        )
+        yield (f"Validation takes {percent(shares[VALIDATING])}: validate less often, or with a larger batch.")

@@ -31,6 +31,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import PREDICTED
 from ddp_callbacks.randomness.option import Randomness, check_randomness
+from ddp_callbacks.reporting.recorder import end_validation
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, wrap_event
 from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
 
@@ -228,6 +229,7 @@ class ShardData(DistributedCallback):
             self._is_mine.append(share_of(state).local > 0)
 
     def on_end_validation(self, state: State) -> None:
+        end_validation()
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
             both = zip(aggregator.predictions_list, self._is_mine, strict=False)

@@ -146,16 +146,6 @@ def test_a_state_that_was_saved_on_any_rank_continues_on_all() -> None:
     assert draw() == expected == draws(700, 1)[0]
 
 
-def test_samples_of_which_few_draw_draw_under_seeds_from_the_first_on() -> None:
-    loading, found = Loading([]), []
-    for number, augments in enumerate((False, False, True)):
-        for _ in SeededIndices([7, 8], (5, number), 3, loading):
-            found.append(draw() if augments else [])
-        loading.end()
-    seed_cpu(digest_of(5, 2, 3))
-    assert found[-2] == draw()
-
-
 class Slotted:
     __slots__ = ("own",)
 
@@ -238,22 +228,24 @@ def test_a_collate_fn_that_draws_is_named() -> None:
     [*shard_loader(DataLoader(numbers, 2, collate_fn=torch.stack))]
 
 
-def test_a_data_set_that_begins_to_draw_draws_under_seeds_and_leaves_the_process_its_state() -> None:
-    loading, found = Loading([]), []
-    seed_all(800)
-    for number, augments in enumerate((False, False, True, True)):
-        for _ in SeededIndices([7, 8], (5, number), 3, loading):
-            found.append(draw() if augments else [])
-        loading.end()
-        if number == 1:
-            loading.end_pass()
-    for place, drawn in enumerate(found[-2:], 3):
-        seed_cpu(digest_of(5, 3, place))
-        assert drawn == draw()
+class Augments(Dataset[list[float]]):
+    augments = False
+
+    def __getitem__(self, index: int) -> list[float]:
+        return draw() if self.augments and index == 8 else []
+
+
+def test_a_data_set_that_begins_to_draw_draws_under_seeds_from_the_first_sample_on() -> None:
+    dataset = Augments()
+    loading = Loading(dataset)
     seed_all(800)
     before = get_global_state()
-    for augments in (True, False):
-        for _ in SeededIndices([7, 8], (5, 1), 3, loading):
-            draw() if augments else None
+    for number, dataset.augments in enumerate((False, False, True, True, False)):
+        samples = [dataset[index] for index in SeededIndices([7, 8], (5, number), 3, loading)]
+        samples = loading.load_again() or samples
         loading.end()
         assert is_same_state(before, get_global_state())
+        if dataset.augments:
+            seed_cpu(digest_of(5, number, 4))
+            assert samples == [[], draw()]
+            seed_all(800)

@@ -39,6 +39,7 @@ from ddp_callbacks.replicas import equality, step_times
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import broadcast_parameters, merge_buffers, require_equal_replicas
 from ddp_callbacks.replicas.step_times import StepTimes
+from ddp_callbacks.reporting import stopwatch
 from ddp_callbacks.torchbearer import DDPCallback
 
 WORLD = World(__name__)
@@ -326,7 +327,7 @@ def test_a_rank_that_dawdles_is_named_with_the_part_of_the_step(name: str) -> No
         mock.patch.object(replica_checks, "FIRST", 10),
         mock.patch.object(step_times, "_PATIENCE", 1e-9),
         # Time that other programs take from a rank does not count.
-        mock.patch.object(step_times, "time", SimpleNamespace(perf_counter=time.thread_time)),
+        mock.patch.object(stopwatch, "time", SimpleNamespace(perf_counter=time.thread_time)),
         mock.patch.object(replica_checks, "say") as said,
     ):
         RUNS[run]("raise", Dawdles(part))

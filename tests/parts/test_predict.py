@@ -115,8 +115,8 @@ def test_one_machine_needs_an_assumed_network_which_is_said() -> None:
     found = predict.predict(few, many, predict.ASSUMED, (EXACT,))
     assert found["step"]["divided"] == pytest.approx(0.05) and found["step"]["fixed"] == pytest.approx(0.02)
     said = list(predict.lines(found))
-    measured = "1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step, 1.57 times as fast"
-    assert said[0] == f"Measured: {measured}."
+    measured = "1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step (14 % waiting), 1.57"
+    assert said[0] == f"Measured: {measured} times as fast."
     assert said[-2] == "Network: 10 Gbit/s (--bandwidth), 50 µs (--latency), assumed."
     given = predict.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
     assert list(predict.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
@@ -158,12 +158,15 @@ def test_the_prediction_is_plain_data_from_which_it_is_drawn() -> None:
     assert tags.count("circle") == 2 and "(prefers-color-scheme: dark)" in drawn and "script" not in tags
 
 
-def moment(*ranks: tuple[str, int], each: float = 0.01) -> dict[str, Any]:
-    """Ranks by node and steps, which took ``each`` seconds for each part of a step."""
-    about = {"threads": 1}
+def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, between: float = 0.0) -> dict[str, Any]:
+    """Ranks by node and steps, which took ``each`` seconds for each part of a step, and compared the first batch."""
+
+    def times(steps: int) -> dict[str, Any]:
+        waits = dict.fromkeys(PARTS, 0.0) | {"between steps": between * steps}
+        return {"steps": steps, "seconds": dict.fromkeys(PARTS, compares + each * steps), "waits": waits}
+
     said = [
-        {"rank": n, "node": node, "steps": steps, "seconds": dict.fromkeys(PARTS, each * steps), "gradients": [4, 0, 0]}
-        | {"about": about}
+        times(steps) | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "about": {"threads": 1}}
         for n, (node, steps) in enumerate(ranks)
     ]
     return {"command": ["t.py"], "ranks": said}
@@ -174,8 +177,13 @@ def test_a_step_is_the_mean_after_the_first_ones() -> None:
     found = predict.measured(before, after)
     assert found.machines == 2 and asdict(found)["waiting"] == pytest.approx((65 - 30) / 100)
     assert found.seconds == pytest.approx(5 * found.waiting)  # all parts but validation
-    short = predict.measured(moment(("a", 30)), moment(("a", 40)))  # of all steps
+    short = predict.measured(moment(("a", 30)), moment(("a", 40), compares=9.0))  # of all steps but the first
     assert short.seconds == pytest.approx(0.05)
+
+
+def test_waits_for_what_one_rank_does_between_steps_are_no_waits_for_sums() -> None:
+    found = predict.measured(moment(("a", 1), between=0.004), moment(("a", 41), between=0.004))
+    assert (found.between, found.waiting) == pytest.approx((0.014, 0.006))
 
 
 def test_a_mean_says_how_uneven_its_steps_are() -> None:
@@ -188,7 +196,7 @@ FEW = Measured(1, 1, 0.05, 0.0, 0.0, 0.0, MiB, steps=500)
 MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
 MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
 ONE_IS_FASTER = "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
-LEFT_OUT = "Left out: validations, and what follows them until the next batch, such as checkpoints."
+LEFT_OUT = "Left out: validations."
 
 
 @pytest.mark.parametrize(

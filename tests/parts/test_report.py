@@ -34,14 +34,17 @@ from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
 from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
-from ddp_callbacks.reporting.stopwatch import note_wait
+from ddp_callbacks.reporting.stopwatch import begin_wait, end_wait
 from ddp_callbacks.reporting.trace import Span, write
 from ddp_callbacks.torchbearer import DDPCallback
 
-EVEN = dict.fromkeys(PARTS, 0.0) | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
+NO_TIME = dict.fromkeys(PARTS, 0.0)
+EVEN = NO_TIME | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
 
-def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str, Any]:
+def job(
+    *ranks: dict[str, float], steps: int = 1000, nodes: int = 1, loads_all: bool = False, **more: float
+) -> dict[str, Any]:
     """The data of a job whose ranks took these seconds for each part."""
     about = {"settings": {"compress": "None"}, "versions": {"torch": "2.13.0"}, "device": "CPU", "threads": 1}
     return {
@@ -54,6 +57,9 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str
                 "rank": number,
                 "node": f"node{number % nodes}",
                 "seconds": EVEN | own,
+                "waits": NO_TIME | {"waiting": (EVEN | own)["waiting"]} | more,
+                "least": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
+                "loads_all": loads_all,
                 "steps": steps,
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
                 "stepped": 0.1,
@@ -62,13 +68,20 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1) -> dict[str
                 "line": "epoch 1",
                 "epoch": 2,
                 "gradients": [23_000_000, steps, 23.0],
-                "exchanging": 1.0,
                 "memory": [512],
                 "about": about,
             }
             for number, own in enumerate(ranks)
         ],
     }
+
+
+def by_turns(data: dict[str, Any]) -> dict[str, Any]:
+    """Let each rank wait for the gradients or before, of which the other one waits little."""
+    for number, rank in enumerate(data["ranks"]):
+        waited = rank["seconds"]["waiting"]
+        rank["least"] = NO_TIME | {("in forward", "waiting")[number]: waited}
+    return data
 
 
 SLOW = {"in forward": 60.0, "waiting": 10.0}
@@ -83,6 +96,16 @@ LINES = {
         job(FAST, SLOW, nodes=2),
         "2 processes, 115 s of training: 70 % computing, 9 % exchanging gradients, 17 % waiting for slower processes, "
         "4 % between steps; rank 1 on node1 sets the pace; at most 1.4 times as fast as one",
+    ),
+    "by turns within each step": (
+        by_turns(job({"waiting": 40.0}, {"waiting": 40.0})),
+        "2 processes, 105 s of training: 57 % computing, 38 % waiting for slower processes, 5 % between steps; at most "
+        "1.2 times as fast as one",
+    ),
+    "each process loads all": (
+        job({"loading": 65.0}, {"loading": 65.0}, loads_all=True),
+        "2 processes, 2.3 min of training: 43 % computing, 46 % loading, 7 % exchanging gradients, 4 % between steps; "
+        "at most 1.4 times as fast as one",
     ),
     "alone": (
         job({"waiting": 0.0, "loading": 65.0}),
@@ -110,8 +133,16 @@ ADVICE = {
         ["Rank 0 loads for 44 % of its time", "The others wait for rank 0"],
     ),
     "rank 0 writes checkpoints": (
-        job({"validation": 60.0}, {"waiting in validation": 60.0}),
-        ["The others wait for rank 0, most of all while it is validating: if it writes checkpoints or logs"],
+        job({"between steps": 60.0}, {"waiting": 70.0}),
+        ["The others wait for rank 0, most of all while it is between steps: if it writes checkpoints or logs"],
+    ),
+    "each of them is late": (
+        by_turns(job({"between steps": 60.0, "waiting": 60.0}, {"in backward": 90.0, "waiting": 60.0})),
+        ["The ranks wait for each other by turns for 34 % of their time: rank 0 is late between steps and rank 1 is"],
+    ),
+    "all load all": (
+        job({"loading": 60.0}, {"loading": 60.0}, loads_all=True),
+        ["Each rank loads for 44 % of its time. It"],
     ),
     "all load": (job({"loading": 60.0}, {"loading": 60.0}), ["Each rank loads"]),
     "slow": (job(FAST, SLOW), ["The others wait for rank 1, most of all while it is computing"]),
@@ -183,9 +214,9 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 
 
 def said(process: int, steps: int, **more: Any) -> bytes:
-    seconds = [steps * 0.01] * len(PARTS)
+    seconds = [steps * 0.01] * 3 * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known |= {"exchanging": 1.0, "stage": "training"}
+    known |= {"loads_all": False, "stage": "training"}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
@@ -232,7 +263,7 @@ def test_a_running_job_says_what_its_ranks_do(flags: str, tmp_path: Path, capsys
     title, head, *rows = text.splitlines()
     assert title.startswith("train.py: for ") and head.split()[:4] == ["node", "rank", "epoch", "step"]
     assert [row.split()[:4] for row in rows] == [["a", "0", "3", "20"], ["a", "1", "3", "20"]]
-    assert all(re.search(r" 29 % +0.0 GB +0\.\d s ago  loss 0.25$", row) for row in rows), rows
+    assert all(re.search(r" 17 % +0.0 GB +0\.\d s ago  loss 0.25$", row) for row in rows), rows
 
 
 def test_a_rank_that_hangs_or_is_lost_is_seen_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +373,9 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     for _ in range(3):
         made.begin_loading(batches, True)
         after(0.5)
-        begin = clock[0]
+        begin_wait()
         after(0.0625)
-        note_wait(begin)  # for a rank that joins its workers
+        end_wait()  # for a rank that starts its workers
         made.end_loading(True)
         for part, seconds in (("in forward", 1.0), ("in backward", 2.0)):
             after(seconds)
@@ -359,20 +390,21 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
     after(0.125)
     made.end_loading(True)
     after(8.0)
-    begin = clock[0]
+    begin_wait()
     after(16.0)
-    note_wait(begin)  # for a rank that writes a checkpoint
+    end_wait()  # for the last rank
+    made.end_validation()
+    after(0.5)  # a checkpoint
     made.begin_loading(batches, True)
     made.send()
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
-    assert dict(zip(PARTS, last["seconds"], strict=True)) == {
+    assert dict(zip(PARTS, last["seconds"], strict=False)) == {
         "in forward": 3.0,
         "in backward": 6.0,
         "loading": 1.5,
-        "waiting": 12.1875,
-        "between steps": 0.75,
+        "waiting": 28.1875,
+        "between steps": 1.25,
         "validation": 8.125,
-        "waiting in validation": 16.0,
     }
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
 
@@ -422,12 +454,12 @@ def test_a_process_alone_counts_what_an_undivided_loader_takes(
     made.send()
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
     assert last["steps"] == 3 and last["about"]["versions"]
-    assert dict(zip(PARTS, last["seconds"], strict=True))["loading"] == 6.0
+    assert dict(zip(PARTS, last["seconds"], strict=False))["loading"] == 6.0
 
 
 def last_of(path: Path) -> dict[str, Any]:
     said = json.loads(path.read_text().splitlines()[-1])
-    return said | dict(zip(PARTS, said["seconds"], strict=True))
+    return said | dict(zip(PARTS, said["seconds"], strict=False))
 
 
 def test_a_process_alone_tells_steps_validations_and_the_rest_apart(
@@ -461,10 +493,10 @@ def test_a_process_alone_tells_steps_validations_and_the_rest_apart(
     finally:
         recorder.recorder.cache_clear()
     said = last_of(tmp_path / "out")
-    assert (said["steps"], said["in forward"], said["between steps"], said["validation"]) == (4, 8.0, 1.0, 64.0)
+    assert (said["steps"], said["in forward"], said["between steps"], said["validation"]) == (4, 8.0, 33.0, 32.0)
 
 
-def test_what_follows_the_last_step_counts_but_no_hang(clock: list[float], tmp_path: Path) -> None:
+def test_what_follows_the_last_step_counts_and_what_has_not_ended(clock: list[float], tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.touch()
     made = Recorder(str(path))
@@ -473,13 +505,21 @@ def test_what_follows_the_last_step_counts_but_no_hang(clock: list[float], tmp_p
         made.send()
         assert last_of(path)["steps"] == 0  # it is known that it trains
         clock[0] += 3.0
+        made.send()
+        assert last_of(path)["in backward"] == 3.0  # after forward
         with suppress(KeyboardInterrupt):
             try:
                 if hangs:
                     raise KeyboardInterrupt
             finally:
                 made.end()
-        assert last_of(path)["between steps"] == 3.0
+        assert (last_of(path)["between steps"], last_of(path)["in backward"]) == (3.0, 3.0 * hangs)
+    made.mark("in forward")
+    begin_wait()
+    clock[0] += 2.0
+    made.send()
+    end_wait()
+    assert (last_of(path)["waiting"], last_of(path)["in backward"]) == (2.0, 3.0)
 
 
 class Slow(pl.Callback, torchbearer.Callback):  # type: ignore[misc]
