@@ -11,7 +11,13 @@ from ddp_callbacks.reporting.requests import STACKS, ask
 WRITING = 1.0  # seconds for the stacks of all ranks to arrive
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-_WAITS = re.compile(r"/(torch|ddp_callbacks)/")  # packages in which a rank most likely waits for others
+_OTHERS = "waiting for other ranks"
+_WAITS = {  # by what is in the path of a frame
+    "/ddp_callbacks/comm/": _OTHERS,
+    "/ddp_callbacks/process_group/": _OTHERS,
+    "/torch/distributed/": _OTHERS,
+    "/torch/utils/data/dataloader.py": "waiting for a worker of a DataLoader",
+}
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|ddp_callbacks|lib/python3\.\d+)/|^<")
 _SHOWN = 8  # ranks to name in one line
 
@@ -19,13 +25,17 @@ _SHOWN = 8  # ranks to name in one line
 def innermost(text: str) -> str:
     """Return the innermost line of the main thread, which faulthandler writes last; empty if nothing was written.
 
-    If it is a library's, the innermost line of the user's comes first.
+    If it is a library's, the innermost line of the user's comes first, and for what it waits.
     """
     frames = _FRAME.findall(text.rpartition("(most recent call first):\n")[2])
     if not frames:
         return "Python is still starting there, or has ended" if text else ""
-    own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
-    return ", in ".join(f"{path}:{line} in {name}" for path, line, name in dict.fromkeys((own, frames[0])))
+    own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), None)
+    inside = frames if own is None else frames[: frames.index(own)]
+    waits = next((words for path, *_ in inside for part, words in _WAITS.items() if part in path), "")
+    first, second = "{}:{} in {}".format(*(own or frames[0])), [] if own is None else inside[:1]
+    more = waits or "".join("in {}:{} in {}".format(*frame) for frame in second)
+    return f"{first}, {more}" if more else first
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
@@ -38,7 +48,7 @@ def summary(lines: Mapping[str, str]) -> list[str]:
     for rank, line in lines.items():
         ranks.setdefault(line or "unknown: it wrote no stack. Is it stopped (kill -CONT)?", []).append(rank)
 
-    lines_by_interest = sorted(ranks, key=lambda line: (bool(_WAITS.search(line)), len(ranks[line])))
+    lines_by_interest = sorted(ranks, key=lambda line: (line.endswith(_OTHERS), len(ranks[line])))
     return [f"{_names(ranks[line])}: {line}" for line in lines_by_interest]
 
 

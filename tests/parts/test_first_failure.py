@@ -141,18 +141,22 @@ Thread 0x1 (most recent call first):
 Current thread 0x2 (most recent call first):
 """
 WAITS = '  File "/env/site-packages/ddp_callbacks/process_group/failures.py", line 246 in _wait_slice\n'
+LOGS = '  File "/env/site-packages/wandb/run.py", line 1 in log\n'
 MINE = '  File "/home/me/train.py", line 12 in training_step\n  File "/home/me/train.py", line 40 in <module>\n'
 
 
 def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> None:
     own, library = "/home/me/train.py:12 in training_step", "ddp_callbacks/process_group/failures.py:246 in _wait_slice"
+    loads = WAITS.replace("ddp_callbacks/process_group/failures", "torch/utils/data/dataloader")
     assert innermost(STACKS + MINE) == own
-    assert innermost(STACKS + WAITS + MINE) == f"{own}, in /env/site-packages/{library}"
-    assert innermost(STACKS + WAITS) == f"/env/site-packages/{library}"
+    assert innermost(STACKS + WAITS + MINE) == f"{own}, waiting for other ranks"
+    assert innermost(STACKS + loads + MINE) == f"{own}, waiting for a worker of a DataLoader"
+    assert innermost(STACKS + LOGS + MINE) == f"{own}, in /env/site-packages/wandb/run.py:1 in log"
+    assert innermost(STACKS + WAITS) == f"/env/site-packages/{library}, waiting for other ranks"
     assert innermost(STACKS) == "Python is still starting there, or has ended"
     lines = {"0": innermost(STACKS + WAITS + MINE), "1": innermost(STACKS + MINE), "2": innermost("")}
     assert summary(lines) == [
         f"1: {own}",
         "2: unknown: it wrote no stack. Is it stopped (kill -CONT)?",
-        f"0: {own}, in /env/site-packages/{library}",
+        f"0: {own}, waiting for other ranks",
     ]
