@@ -56,7 +56,8 @@ class Recorder:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._steps = self._epoch = self._validations = 0
+        self._steps = self._validations = 0
+        self._epoch = -1  # the first is 0, as programs and their bars count
         self._steps_at_pass = self._steps_at_validation = -1  # when the last of each began
         self._validates = False  # whether the last batch was one of a validation
         self._has_batch: bool | None = None  # drawn since the last step; None: no loader of ours draws
@@ -133,7 +134,7 @@ class Recorder:
 
     def note_epoch(self, epoch: int) -> None:
         """Note the number of the epoch, from 0, as its program counts: passes may be repeated."""
-        self._epoch = epoch + 1
+        self._epoch = epoch
 
     def _trace_wait(self, begin: float, end: float) -> None:
         if self._tracer is not None:
@@ -216,7 +217,7 @@ class Recorder:
         return {
             "seconds": [round(each, 4) for each in spent],
             "steps": self._steps,
-            "epoch": self._epoch,
+            "epoch": max(self._epoch, 0),
             "validation": self._validations,
             "stage": "validating" if self._validates else "training" if self._has_begun else "",
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],

@@ -406,7 +406,7 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         "between steps": 1.25,
         "validation": 8.125,
     }
-    assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 1, 1, [0, 3, 12.0])
+    assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 0, 1, [0, 3, 12.0])
 
 
 def test_ranks_that_are_late_by_turns_wait_for_each_other(clock: list[float], tmp_path: Path) -> None:
