@@ -43,9 +43,9 @@ class StepTimes:
             self._recorder.mark(part or WAITING)
 
     def note_epoch(self, epoch: int) -> None:
-        """Note the number of the epoch, from 0."""
+        """Note the number of the epoch, from 0: passes may be repeated."""
         if self._recorder is not None:
-            self._recorder.note_epoch(epoch)
+            self._recorder.progress.epoch = epoch
 
     def launch(self, bucket: int) -> None:
         """Note that the sum of a bucket begins."""

@@ -4,7 +4,7 @@
 
     on each rank, once the engine asks for it
         recorder     counts the seconds of each part of a step, and sends the totals now and then
-        stopwatch    tells them from the waits for other ranks
+        stopwatch    tells them from the waits for other ranks; progress: counts steps, epochs, validations
     at ddprun, which passes on what the ranks send
         trace        some steps of all ranks on one clock
         collector    keeps what they have sent, and what has happened meanwhile

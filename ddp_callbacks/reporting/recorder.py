@@ -16,13 +16,13 @@ import resource
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeVar
 
 from ddp_callbacks.cluster.environment import NO_REPORT, REPORT, TRACE
+from ddp_callbacks.reporting.progress import Progress
 from ddp_callbacks.reporting.stopwatch import Stopwatch
 from ddp_callbacks.reporting.trace import Tracer
 
@@ -48,6 +48,9 @@ class Recorder:
 
     Args:
         path: The file to which the totals go, a pipe.
+
+    Attributes:
+        progress: Where the rank is.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,13 +59,7 @@ class Recorder:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._steps = self._validations = 0
-        self._epoch = -1  # the first is 0, as programs and their bars count
-        self._steps_at_pass = self._steps_at_validation = -1  # when the last of each began
-        self._validates = False  # whether the last batch was one of a validation
-        self._has_batch: bool | None = None  # drawn since the last step; None: no loader of ours draws
-        self._is_at_end = self._loads_all = False  # of a pass; of which each process loads all batches
-        self._passes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.progress = Progress()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
         self._launched = self._exchange = 0.0  # when the first sum of a backward began; seconds from there to the end
         self._shortest = _Shortest()
@@ -105,8 +102,8 @@ class Recorder:
 
     def _part_now(self) -> str:
         """Return the part that has not ended yet."""
-        if self._validates or self._is_loading:
-            return VALIDATION if self._validates else LOADING
+        if self.progress.validates or self._is_loading:
+            return VALIDATION if self.progress.validates else LOADING
         return _NEXT.get(self._marked, FORWARD)
 
     def launch(self, bucket: int = 0) -> None:
@@ -126,15 +123,9 @@ class Recorder:
         if self.is_alone:
             _time_torchs_loaders()
             self.mark(FORWARD)
-        if self._has_batch is not False or self._is_at_end:  # one that was drawn ahead
-            self._steps += 1
-            self._has_batch, self._is_at_end = self._has_batch and False, False
+        if self.progress.step():
             self._shortest.end_step(self._waits.values(), self._sums)
             self._trace_step()
-
-    def note_epoch(self, epoch: int) -> None:
-        """Note the number of the epoch, from 0, as its program counts: passes may be repeated."""
-        self._epoch = epoch
 
     def _trace_wait(self, begin: float, end: float) -> None:
         if self._tracer is not None:
@@ -142,37 +133,30 @@ class Recorder:
 
     def _trace_step(self) -> None:
         if self._tracer is not None:
-            for said in self._tracer.end_step(self._steps):
+            for said in self._tracer.end_step(self.progress.steps):
                 self._write(said)
-            self._tracer = None if self._tracer.is_done(self._steps) else self._tracer
+            self._tracer = None if self._tracer.is_done(self.progress.steps) else self._tracer
 
     def begin_loading(self, batches: object, training: bool) -> None:
         """Note that this rank asks the iterator ``batches`` for its next batch; nothing, before a training or after."""
         if not training and not self._has_begun:
             return
         self._mark_rest()
-        self._is_loading, self._loads_all = True, self._loads_all or getattr(batches, "loads_all", False)
-        if batches not in self._passes:
-            self._passes.add(batches)
-            self._note_pass(training)
-        self._validates = not training
+        self._is_loading = True
+        self.progress.begin_loading(batches, training)
 
     def end_loading(self, has_batch: bool) -> None:
         """Note that it has the batch, or that there is none."""
-        if not self._is_loading:
-            return
-        self.mark(VALIDATION if self._validates else LOADING)
-        self._is_loading = False
-        if self._validates and not has_batch:
-            self._validates = False
-        elif not self._validates:
-            self._has_batch, self._is_at_end = has_batch or self._has_batch, not has_batch
+        if self._is_loading:
+            self.mark(self._part_now())
+            self._is_loading = False
+            self.progress.end_loading(has_batch)
 
     def end_validation(self) -> None:
         """Note that no batch of this validation follows."""
-        if self._validates:
+        if self.progress.validates:
             self.mark(VALIDATION)
-            self._validates = False
+            self.progress.validates = False
 
     def end(self) -> None:
         """Count what has followed the last step, such as a checkpoint, and send it: a training is over."""
@@ -180,20 +164,13 @@ class Recorder:
             self._mark_rest()
         elif self._has_begun:
             self.mark(self._part_now())
-        self._has_begun = self._validates = self._is_loading = False
+        self._has_begun = self._is_loading = self.progress.validates = False
         self.send()
 
     def _mark_rest(self) -> None:
         """Mark the end of what has followed a step or a validation. Gradients are accumulated without a step."""
-        accumulates = self.is_alone and self._has_batch
-        self.mark(VALIDATION if self._validates else FORWARD if accumulates else BETWEEN)
-
-    def _note_pass(self, training: bool) -> None:
-        if not training:
-            self._validations += self._steps > self._steps_at_validation  # all loaders of a validation count once
-            self._steps_at_validation = self._steps
-        elif self._steps > self._steps_at_pass:
-            self._steps_at_pass, self._epoch = self._steps, self._epoch + 1
+        accumulates = self.is_alone and self.progress.has_batch
+        self.mark(VALIDATION if self.progress.validates else FORWARD if accumulates else BETWEEN)
 
     def keep_sending(self) -> None:
         """Send the totals now and then."""
@@ -216,12 +193,12 @@ class Recorder:
         spent = *seconds.values(), *waits.values(), *self._shortest.of(waits.values())
         return {
             "seconds": [round(each, 4) for each in spent],
-            "steps": self._steps,
-            "epoch": max(self._epoch, 0),
-            "validation": self._validations,
-            "stage": "validating" if self._validates else "training" if self._has_begun else "",
+            "steps": self.progress.steps,
+            "epoch": max(self.progress.epoch, 0),
+            "validation": self.progress.validations,
+            "stage": "validating" if self.progress.validates else "training" if self._has_begun else "",
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
-            "loads_all": self._loads_all,
+            "loads_all": self.progress.loads_all,
             "memory": _memory(),
             "process": self._pid,
             "about": self._about,
