@@ -146,8 +146,6 @@ class Run:
         results = _logged.results_of(self._trainer)
         if results is not None:
             results.begin_batch(joins_steps)
-        if training and self._checks is not None:
-            self._checks.times.mark("between steps")
         return self.batches.is_padding
 
     def computing(self) -> AbstractContextManager[None]:
@@ -220,6 +218,8 @@ class Run:
             self.compare("training_step", arguments)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
+        if self._checks is not None:
+            self._checks.times.mark("between steps")  # and hooks that come before
         with self.computing():
             output = step()
         self._weigh_for_callbacks()

@@ -23,6 +23,7 @@ from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas.parameters import broadcast_all
+from ddp_callbacks.reporting.recorder import recorder
 
 _PURPOSE = "the averaging of the parameters"
 
@@ -82,6 +83,8 @@ class ParameterAverager:
         self._module, self._bucket_cap_mb, self._compress = module, bucket_cap_mb, compress
         self._is_alone = get_world_size(process_group) == 1
         self._start()
+        if (own := recorder()) is not None:
+            own.describe(module, {"sync": repr(self._sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress})
 
     def _start(self) -> None:
         """Average the parameters that the module has now. A collective."""

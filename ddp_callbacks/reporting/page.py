@@ -174,7 +174,8 @@ def _numbers(data: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(rows[:_BARS], "", head)
     nbytes, rate = data["ranks"][0]["gradients"][0], bandwidth_of(data)
     at = f", exchanged in {in_digits(nbytes / rate * 1e3)} ms or less" if rate else ""
-    yield f"<p>{in_bytes(nbytes)} of gradients in each step{at}.</p>"
+    what = "gradients in each step" if "sync" not in data["ranks"][0]["about"].get("settings", {}) else "parameters"
+    yield f"<p>{in_bytes(nbytes)} of {what}{at}.</p>"
 
 
 def _settings(data: Mapping[str, Any]) -> list[tuple[str, str]]:

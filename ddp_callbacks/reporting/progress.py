@@ -14,13 +14,14 @@ class Progress:
         epoch: The number of the last one that has begun, from 0, as programs and their bars count.
         validates: Whether the last batch was one of a validation.
         has_batch: Whether it has drawn a batch since the last step; ``None``: no loader of ours draws.
+        is_first: Whether the last batch was the first one of a pass.
         loads_all: Whether each process loads all batches of a pass.
     """
 
     def __init__(self) -> None:
         self.steps = self.validations = 0
         self.epoch = -1
-        self.validates = self.loads_all = False
+        self.validates = self.loads_all = self.is_first = False
         self.has_batch: bool | None = None
         self._is_at_end = False  # of a pass
         self._passes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -29,7 +30,8 @@ class Progress:
     def begin_loading(self, batches: Any, training: bool) -> None:
         """Note that the rank asks the iterator ``batches`` for its next batch."""
         self.validates, self.loads_all = not training, self.loads_all or getattr(batches, "loads_all", False)
-        if batches in self._passes:
+        self.is_first = batches not in self._passes
+        if not self.is_first:
             return
         self._passes.add(batches)
         if not training:

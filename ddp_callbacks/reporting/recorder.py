@@ -55,9 +55,10 @@ class Recorder:
 
     def __init__(self, path: str) -> None:
         self._begin, self._watch = time.perf_counter(), Stopwatch()
-        self._has_begun = self._is_loading = False
+        self._has_begun = self._is_loading = self._is_cut = False  # by an exception
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
+        self._starting = 0.0  # of loading, until a pass has its first batch
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.progress = Progress()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
@@ -122,6 +123,7 @@ class Recorder:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
         if self.is_alone:
             _time_torchs_loaders()
+        if self.is_alone or self._marked == LOADING:  # no engine sums gradients
             self.mark(FORWARD)
         if self.progress.step():
             self._shortest.end_step(self._waits.values(), self._sums)
@@ -148,8 +150,10 @@ class Recorder:
     def end_loading(self, has_batch: bool) -> None:
         """Note that it has the batch, or that there is none."""
         if self._is_loading:
+            before = self._seconds[LOADING]
             self.mark(self._part_now())
             self._is_loading = False
+            self._starting += self.progress.is_first * (self._seconds[LOADING] - before)
             self.progress.end_loading(has_batch)
 
     def end_validation(self) -> None:
@@ -160,10 +164,9 @@ class Recorder:
 
     def end(self) -> None:
         """Count what has followed the last step, such as a checkpoint, and send it: a training is over."""
-        if self._has_begun and sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
-            self._mark_rest()
-        elif self._has_begun:
-            self.mark(self._part_now())
+        self._is_cut = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+        if self._has_begun:
+            self.mark(self._part_now()) if self._is_cut else self._mark_rest()
         self._has_begun = self._is_loading = self.progress.validates = False
         self.send()
 
@@ -196,8 +199,9 @@ class Recorder:
             "steps": self.progress.steps,
             "epoch": max(self.progress.epoch, 0),
             "validation": self.progress.validations,
-            "stage": "validating" if self.progress.validates else "training" if self._has_begun else "",
+            "stage": "validating" if self.progress.validates else "training" * (self._has_begun or self._is_cut),
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
+            "starting": round(self._starting, 4),
             "loads_all": self.progress.loads_all,
             "memory": _memory(),
             "process": self._pid,

@@ -13,12 +13,11 @@ from typing import Any
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.recorder import WAITING
 from ddp_callbacks.reporting.requests import STATUS, ask
-from ddp_callbacks.reporting.summary import in_words, percent
+from ddp_callbacks.reporting.summary import in_words, percent, still_for
 
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _EVERY = 2.0  # seconds between two tables
 _LATELY = 10.0  # seconds over which steps are counted
-_STUCK = 5  # times as long as a mean step, and more than the seconds above
 _LINE = 100  # characters of a last line
 _HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "last step", "last line")
 _HOME = "\x1b[H\x1b[J"  # the cursor goes to the corner, and all after it is cleared
@@ -65,9 +64,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 def _advice(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what to do if all ranks seem to hang: if one does, the others wait for it."""
-    since = min((rank["stepped"] for rank in ranks), default=0.0)
-    usual = max((sum(rank["seconds"].values()) / max(rank["steps"], 1) for rank in ranks), default=0.0)
-    if since > max(_LATELY, _STUCK * usual) and all(rank["stage"] == "training" for rank in ranks):
+    if since := still_for(ranks):
         yield f"No rank has taken a step for {in_words(since)}. Where they are: ddprun stacks"
 
 

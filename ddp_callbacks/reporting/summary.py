@@ -18,8 +18,10 @@ COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
 )
 _PACE = 0.1  # of the time that the others wait for a rank, so that it is named
 _LITTLE = 0.03  # a share that is not told
-_MUCH, _QUARTER, _LONG = 0.15, 0.25, 0.3  # shares from which on something is advised
+_MUCH, _QUARTER, _LONG, _MOSTLY = 0.15, 0.25, 0.3, 0.6  # shares from which on something is advised
 _SMALL = 0.005  # seconds of a short step
+_ALMOST = 0.9  # of the steps of others, that a rank has taken which was there all the time
+_STILL, _STUCK = 10.0, 5  # seconds without a step, and times as long as one, that may be a hang
 
 
 def parts_of(data: Data) -> list[dict[str, float]]:
@@ -57,18 +59,35 @@ def pace_of(data: Data) -> int | None:
     """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
     parts = parts_of(data)
     waits = [(own[SLOWER], place) for place, own in enumerate(parts) if not data["ranks"][place].get("is_lost")]
-    if not waits or max(waits)[0] - min(waits)[0] < _PACE * max(sum(own.values()) for own in parts):
+    is_little = not waits or max(waits)[0] - min(waits)[0] < _PACE * max(sum(own.values()) for own in parts)
+    if is_little or not _were_there(data):
         return None
     return min(waits)[1]
+
+
+def _were_there(data: Data) -> bool:
+    """Whether all ranks took part from begin to end, so that their waits can be compared."""
+    steps = [each["steps"] for each in data["ranks"]]
+    return min(steps) > _ALMOST * max(steps)
+
+
+def still_for(ranks: Sequence[Data]) -> float:
+    """Return the seconds for which no rank has taken a step, though all are training; 0 if that may be a slow one."""
+    since = min((rank["stepped"] for rank in ranks), default=0.0)
+    usual = max(map(step_of, ranks), default=0.0)
+    hangs = since > max(_STILL, _STUCK * usual) and all(rank["stage"] == "training" for rank in ranks)
+    return since if hangs else 0.0
 
 
 def times_as_fast(data: Data) -> float:
     """Return how many times as long one process would take if each sample cost it as much, without an exchange."""
     parts = parts_of(data)
     divided = sum(own[COMPUTING] + own[VALIDATING] for own in parts)
-    shared = sum(own[OTHER] for own in parts) / len(parts)
-    loads = sum(own[LOADS] for own in parts)
-    shared, divided = (shared + loads / len(parts), divided) if _load_all(data) else (shared, divided + loads)
+    shared = max((own[OTHER] for own in parts), default=0.0)  # one process does what rank 0 does alone
+    if _load_all(data):
+        shared += max(own[LOADS] for own in parts)
+    else:
+        divided += sum(own[LOADS] for own in parts)
     return (divided + shared) / (sum(sum(own.values()) for own in parts) / len(parts) or 1.0)
 
 
@@ -135,6 +154,8 @@ def advice(data: Data) -> list[str]:
     """Return what to try next, the most promising first."""
     if not has_parts(data):
         return ["Start two processes: only then is it measured where the time goes."]
+    if since := still_for([rank for rank in data["ranks"] if not rank["is_lost"]]):
+        return [f"No rank took a step in the last {in_words(since)}: see what happened, below, and the logs."]
     return [*_of_ranks(data), *_of_job(data)] or [
         "Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "
         "included, and backward."
@@ -147,12 +168,7 @@ def _of_ranks(data: Data) -> Iterator[str]:
     loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts]
     if max(loads) > _MUCH:
         who = name_of(data, loads.index(max(loads))) if max(loads) > 1.5 * min(loads) else "each rank"
-        remedy = (
-            "It loads every batch, of which it takes its part: a data set with an index (map-style) is divided before."
-            if _load_all(data) and len(parts) > 1
-            else "Give the DataLoader more workers (num_workers), or prepare the samples before training."
-        )
-        yield f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. {remedy}"
+        yield f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. {_to_load_faster(data)}"
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
         remedy = (
@@ -162,7 +178,7 @@ def _of_ranks(data: Data) -> Iterator[str]:
             "fewer processes there."
         )
         yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
-    elif (share := shares_of(data)[SLOWER]) > _MUCH:
+    elif (share := shares_of(data)[SLOWER]) > _MUCH and _were_there(data):
         late = [f"{name_of(data, place)} is late {'while ' * (part != OTHER)}{part}" for place, part in _late(parts)]
         why = (
             f"{' and '.join(late)}."
@@ -171,6 +187,15 @@ def _of_ranks(data: Data) -> Iterator[str]:
             "or try --bind core."
         )
         yield f"The ranks wait for each other by turns for {percent(share)} of their time: {why}"
+
+
+def _to_load_faster(data: Data) -> str:
+    """Return what to do about long loading."""
+    if _load_all(data) and len(data["ranks"]) > 1:
+        return "It loads every batch and takes its part: a data set with an index (map-style) is divided before."
+    if sum(each["starting"] for each in data["ranks"]) > _MOSTLY * sum(own[LOADS] for own in parts_of(data)):
+        return "Most of that is the first batch of each epoch: persistent_workers=True keeps a DataLoader's workers."
+    return "Give the DataLoader more workers (num_workers), or prepare the samples before training."
 
 
 def _late(parts: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:

@@ -42,9 +42,7 @@ NO_TIME = dict.fromkeys(PARTS, 0.0)
 EVEN = NO_TIME | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
 
-def job(
-    *ranks: dict[str, float], steps: int = 1000, nodes: int = 1, loads_all: bool = False, **more: float
-) -> dict[str, Any]:
+def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: float) -> dict[str, Any]:
     """The data of a job whose ranks took these seconds for each part."""
     about = {"settings": {"compress": "None"}, "versions": {"torch": "2.13.0"}, "device": "CPU", "threads": 1}
     return {
@@ -57,9 +55,10 @@ def job(
                 "rank": number,
                 "node": f"node{number % nodes}",
                 "seconds": EVEN | own,
-                "waits": NO_TIME | {"waiting": (EVEN | own)["waiting"]} | more,
+                "waits": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
                 "least": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
-                "loads_all": loads_all,
+                "loads_all": False,
+                "starting": 0.0,
                 "steps": steps,
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
                 "stepped": 0.1,
@@ -71,9 +70,16 @@ def job(
                 "memory": [512],
                 "about": about,
             }
+            | more
             for number, own in enumerate(ranks)
         ],
     }
+
+
+def replaced(data: dict[str, Any]) -> dict[str, Any]:
+    """Let rank 1 have missed most of it."""
+    data["ranks"][1]["steps"] //= 4
+    return data
 
 
 def by_turns(data: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +158,14 @@ ADVICE = {
         ["56 % goes by between steps: in the optimizer, checkpoints, callbacks or loggers. Trainer(profiler="],
     ),
     "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
+    "the first batches take long": (
+        job({"loading": 60.0}, {"loading": 60.0}, starting=50.0),
+        [
+            "Each rank loads for 44 % of its time. Most of that is the first batch of each epoch: persist"
+        ],
+    ),
+    "it hung": (job({}, {"waiting": 90.0}, stepped=60.0), ["No rank took a step in the last 60 s: see what happened"]),
+    "one was replaced": (replaced(job({"waiting": 60.0}, {})), ["Nothing stands out"]),
     "short steps": (job({}, {}, steps=30_000), ["A step takes 2.5 ms"]),
     "only steps are marked": (job({"waiting": 0.0}), ["Start two processes"]),
 }
@@ -216,7 +230,7 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * 3 * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known |= {"loads_all": False, "stage": "training"}
+    known |= {"loads_all": False, "stage": "training", "starting": 0.0}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
