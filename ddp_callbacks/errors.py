@@ -117,6 +117,15 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
+def reader_of(name: str) -> str | None:
+    """Return the code that reads a property ``name``, which calls this; ``None`` if it is ours or a host's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name == name:
+        frame = frame.f_back
+    code, root = frame.f_code, frame.f_globals.get("__name__", "").partition(".")[0]
+    return None if root in _OURS else f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+
+
 @contextmanager
 def _telling_ddprun(text: str) -> Iterator[None]:
     """Inside, tell ddprun that the warning ``text`` is shown, unless a filter of the program suppresses it."""

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ddp_callbacks._torch import copied_loader, end_workers, keeps_iterator, override
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.iterator import DividedLoader, Pass, ShardedIterator, Start
-from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
+from ddp_callbacks.data.nested import arrays_in, has_state, is_data_loader, length_of, name_of, undividable
 from ddp_callbacks.data.order_state import objects_of_order, other_batches
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
@@ -137,7 +137,7 @@ class AfterLoading(DividedLoader):
         self._items_are_samples = _yields_samples(loader)
         # Hosts draw a batch ahead from a loader without a length, so its state would include a batch too many.
         self.is_stateful = is_resumable and has_state(loader) and length_of(loader) is not None
-        if is_resumable and isinstance(loader, DataLoader):
+        if is_resumable and is_data_loader(loader):
             if keeps_iterator(loader):
                 raise ConfigurationError(
                     f"{type(loader).__name__} keeps an iterator of its own from pass to pass, and where it is cannot "
@@ -210,14 +210,14 @@ def checksum_of_content(batch: Any, checksum: int = 0) -> int:
 
 def _yields_samples(loader: Any) -> bool:
     """Whether the loader yields single items of a map-style data set, whose first dimension can be anything."""
-    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    data = loader.dataset if is_data_loader(loader) else loader
     is_map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     return is_map_style and getattr(loader, "batch_sampler", None) is None
 
 
 def _require_samples_first(loader: Any, batch: Any) -> None:
     """Raise if the loader's ``collate_fn`` has put the samples of the first batch along the second dimension."""
-    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is default_collate:
+    if not is_data_loader(loader) or not loader.batch_size or loader.collate_fn is default_collate:
         return
     size = loader.batch_size
     shapes = [list(tensor.shape) for tensor in arrays_in(batch) if tensor.ndim > 1]

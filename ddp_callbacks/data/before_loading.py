@@ -28,7 +28,7 @@ from ddp_callbacks.data.global_state import (
     states_of_generators,
 )
 from ddp_callbacks.data.iterator import DividedLoader, Pass, ShardedIterator, Start
-from ddp_callbacks.data.nested import has_state, name_of, undividable
+from ddp_callbacks.data.nested import has_state, is_data_loader, name_of, undividable
 from ddp_callbacks.data.order import Order
 from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
@@ -219,7 +219,7 @@ def _collate_both(collate: Callable[[Any], Any], part: slice, samples: Any) -> t
 
 def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGroup | None) -> BeforeLoading | None:
     """Return this rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
-    if not isinstance(loader, DataLoader):
+    if not is_data_loader(loader):
         return None
     if _has_samples_by_index(loader) and not has_state(loader) and not keeps_iterator(loader):
         return BeforeLoading(loader, divider, group)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch.utils.data import DataLoader
 
 from ddp_callbacks.errors import ConfigurationError
 
@@ -45,6 +46,11 @@ def without_rows(batch: Any) -> Any:
 def name_of(loader: Any) -> str:
     """Return the class name of the loader's data set, or of the loader itself if it has none."""
     return type(getattr(loader, "dataset", loader)).__name__
+
+
+def is_data_loader(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether this is a ``DataLoader`` with a data set. A subclass without ``super().__init__()`` has none."""
+    return isinstance(loader, DataLoader) and hasattr(loader, "dataset")
 
 
 def length_of(loader: Any) -> int | None:

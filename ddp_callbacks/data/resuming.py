@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from ddp_callbacks._torch import has_persistent_workers, note_workers
 from ddp_callbacks.data.global_state import (
@@ -24,6 +24,7 @@ from ddp_callbacks.data.global_state import (
     states_of_generators,
 )
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Start
+from ddp_callbacks.data.nested import is_data_loader
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
@@ -49,7 +50,7 @@ class Resumable(ShardedLoader):
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._last: Mapping[str, Any] | None = None  # where the pass before, of an earlier run, ended
         self.attributes = OrderAttributes({**self._source.objects, "loader": self._source.loader})
-        if isinstance(self._source.loader, DataLoader):
+        if is_data_loader(self._source.loader):
             keep_workers(self._source.loader)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Resumable(ShardedLoader):
             "passes": self._source.passes - (self._pass is not None and is_within),
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
-            "has_workers": isinstance(self.loader, DataLoader) and has_persistent_workers(self.loader),
+            "has_workers": is_data_loader(self.loader) and has_persistent_workers(self.loader),
             "data": [get_state_of(generator) for generator in self._generators_of_data()],
             "pass": position and {**position, "attributes": within},
             "last": last and {**last, "attributes": before},
@@ -104,7 +105,7 @@ class Resumable(ShardedLoader):
         self._pass, self._resumed = None, state["pass"]
         self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
         self._source.passes = state["passes"]
-        if isinstance(self.loader, DataLoader):
+        if is_data_loader(self.loader):
             note_workers(self.loader, state["has_workers"])
         set_generators(self._source.sources, state["generators"])
         self.attributes.load(state.get("attributes", {}))
@@ -203,5 +204,5 @@ def resumable_loader(
         return loader
     if isinstance(loader, ShardedLoader):
         loader = loader.loader
-    kind = ResumableDataLoader if isinstance(loader, DataLoader) else Resumable
+    kind = ResumableDataLoader if is_data_loader(loader) else Resumable
     return kind(loader, "own" if is_distributed(loader) else batch_size, group, at_least)

@@ -34,7 +34,7 @@ from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.after_loading import AfterLoading
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import DividedLoader, ShardedIterator, Start
-from ddp_callbacks.data.nested import has_state, length_of, name_of
+from ddp_callbacks.data.nested import has_state, is_data_loader, length_of, name_of
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -108,7 +108,7 @@ class ShardedLoader:
         if iterator is not None:
             iterator.end()
         for loader in (self.loader, self._source.loader):
-            if isinstance(loader, DataLoader):
+            if is_data_loader(loader):
                 forget_workers(loader)
 
     def passes_shares(self) -> list[Share]:
@@ -211,7 +211,7 @@ def _part_of(loader: Any, division: Division, group: dist.ProcessGroup | None, a
         if division != "per_process" and get_rank(group) == 0:
             warn(_LEFT_ALONE.format(name=name_of(loader)))
         return loader
-    kind = ShardedDataLoader if isinstance(loader, DataLoader) else ShardedLoader
+    kind = ShardedDataLoader if is_data_loader(loader) else ShardedLoader
     return kind(loader, division, group, at_least)
 
 

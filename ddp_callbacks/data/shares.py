@@ -14,6 +14,7 @@ own           each batch: its ``DistributedSampler`` yields only this rank's bat
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -58,6 +59,16 @@ def loss_weight(share: Share, reduction: str, mean_over: Any = None) -> tuple[fl
     if mean_over is None:
         return float(share.local), None if share.total is None else float(share.total)
     return float(mean_over) if share.local else 0.0, None
+
+
+def note_part(error: Exception, share: Share) -> None:
+    """Let an error that names the size of a batch and that of a part say why these differ. Local."""
+    numbers = set(map(int, re.findall(r"\d+", str(error))))
+    if share.total and 0 < share.local < share.total and numbers >= {share.local, share.total}:
+        error.add_note(
+            f"This process computes {share.local} of the {share.total} samples of the batch. Take their number from "
+            "the batch, as by len(x), not from the batch size of its loader."
+        )
 
 
 def check_batch_size(batch_size: str) -> None:

@@ -105,8 +105,9 @@ class Draws:
             )
 
     def remedy(self) -> str:
-        """Return what to do about random numbers, if any were drawn since the last rewind."""
-        if is_same_state(self._shared.state, self._shared.begin[:GLOBAL]):
+        """Return what to do about random numbers that may differ from one process's, if any were drawn."""
+        first = int(self._draws is not None)  # the state of torch, which draws for the whole batch then
+        if is_same_state(self._shared.state[first:], self._shared.begin[first:GLOBAL]):
             return ""
         return (
             " It draws random numbers: draw those of the samples by torch, with the batch in the first dimension "

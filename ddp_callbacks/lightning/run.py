@@ -16,6 +16,7 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.data.shares import note_part
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.loss_watch import LossWatch
@@ -148,9 +149,15 @@ class Run:
             results.begin_batch(joins_steps)
         return self.batches.is_padding
 
-    def computing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
         """Surround the step of a batch: inside, draw what one process draws for the whole batch."""
-        return self._draws.forward(self._rows)
+        with self._draws.forward(self._rows):
+            try:
+                yield
+            except Exception as error:
+                note_part(error, self.batches.share)
+                raise
 
     def transferring(self) -> AbstractContextManager[None]:
         """Surround the transfer of a batch, with the user's hooks; like :meth:`computing` if a loop has drawn it."""

@@ -68,7 +68,7 @@ def pace_of(data: Data) -> int | None:
 def _were_there(data: Data) -> bool:
     """Whether all ranks took part from begin to end, so that their waits can be compared."""
     steps = [each["steps"] for each in data["ranks"]]
-    return min(steps) > _ALMOST * max(steps)
+    return bool(min(steps) > _ALMOST * max(steps))
 
 
 def still_for(ranks: Sequence[Data]) -> float:

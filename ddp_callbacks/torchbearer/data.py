@@ -26,7 +26,7 @@ from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, drawing_apart
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, deal_next_pass, shard_loader
-from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
+from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, note_part, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import PREDICTED
@@ -197,7 +197,11 @@ class ShardData(DistributedCallback):
         @functools.wraps(closure)
         def computing(state: State) -> Any:
             with self._drawing_whole(state):
-                return closure(state)
+                try:
+                    return closure(state)
+                except Exception as error:
+                    note_part(error, share_of(state))
+                    raise
 
         return computing
 

@@ -178,6 +178,7 @@ def by_name(x: float) -> float:
 MADE_HERE = random.Random()
 HOLDERS: dict[str, Any] = {
     "partial": [functools.partial(add, own=torch.Generator())],
+    "argument of a partial": functools.partial(random.Random.uniform, random.Random(), 0.0),
     "slots": {"change": Slotted()},
     "bound method": (Slotted().add,),
     "closure": closure(np.random.RandomState()),
@@ -249,3 +250,12 @@ def test_a_data_set_that_begins_to_draw_draws_under_seeds_from_the_first_sample_
             seed_cpu(digest_of(5, number, 4))
             assert samples == [[], draw()]
             seed_all(800)
+
+
+def test_the_generators_of_a_sample_draw_apart() -> None:
+    dataset, own = TensorDataset(), [torch.Generator(), torch.Generator()]
+    dataset.transform, loading = own, Loading(dataset)
+    for _ in SeededIndices([0], (5, 1), 0, loading):
+        drawn = {torch.rand((), generator=each).item() for each in (*own, None)}
+    loading.end()
+    assert len(drawn) == 3

@@ -62,6 +62,10 @@ FIRST: dict[str, tuple[list[End], str]] = {
     ),
     "has printed nothing yet": ([SAYS_FAILED, b(9.0)], f"1: rank 1 on b failed {REPORTS} {FAILED}"),
     "left with code 0": ([SAYS_LEFT, TOO, b(0.5, 0)], f"1: rank 1 on b exited with code 0 {REPORTS} {LEFT}"),
+    "left with code 0, and more wait for one that waits for it": (
+        [SAYS_LEFT, TOO, End("a", 3, 0.9, 1, printed=TOO.printed), b(0.5, 0)],
+        f"1: rank 1 on b exited with code 0 {REPORTS} {LEFT}",
+    ),
     "failed, and left with code 0": (
         [SAYS_FAILED, b(0.5, 0, printed=own())],
         "1: rank 1 on b exited with code 0: ValueError: x",

@@ -108,3 +108,9 @@ def test_a_constant_size_of_one_that_an_optimizer_s_closure_logs_again_is_no_cou
     found = join([calls(3, 1.0, 2.0), calls(2, 6.0, 7.0)], lambda _: "mean", known)
     assert not known.by_size
     assert [joined.value for joined in found] == pytest.approx([3.0, 4.0])
+
+
+def test_a_rank_without_a_sample_makes_no_difference_between_ranks() -> None:
+    ranks = [[Row("a", -1, 1, None, n, 1.0, False, value)] for n, value in ((4.0, 2.0), (0.0, 9.0))]
+    (found,) = join(ranks, lambda _: "mean", Sizes())
+    assert (found.value, found.ends) == (2.0, (2.0, 2.0))

@@ -169,6 +169,7 @@ def test_connections_to_a_silent_machine_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_member_that_dies_while_gloo_connects_is_left_out(monkeypatch: pytest.MonkeyPatch, note: Noted) -> None:
     errors = [RuntimeError("Gloo connectFullMesh failed with Connect timeout [none]")]
     one = members(1)
+    one.is_new = True
 
     def form_group(*_: Any) -> list[int]:
         if errors:
@@ -183,7 +184,7 @@ def test_a_member_that_dies_while_gloo_connects_is_left_out(monkeypatch: pytest.
     monkeypatch.setattr(survivors, "form_group", form_group)
     monkeypatch.setattr(survivors, "set_timeout", lambda _: None)
     env, _ = survivors.form_group_of(one, "gloo", timedelta(seconds=60))
-    assert (env.rank, env.world_size, one.generation) == (0, 2, 1)
+    assert (env.rank, env.world_size, one.generation, one.is_new) == (0, 2, 1, False)
 
 
 # --- entering a call again --------------------------------------------------------------------------------------------

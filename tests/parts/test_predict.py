@@ -247,3 +247,22 @@ def test_a_gain_that_cannot_be_is_refused() -> None:
 def test_a_run_that_cannot_be_measured_is_named(data: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         predict.measured(moment(), data)
+
+
+def test_waits_for_a_validation_are_no_waits_for_sums() -> None:
+    before, after = moment(("a", 1)), moment(("a", 41))
+    after["ranks"][0]["waits"]["validation"] = 0.004 * 40
+    found = predict.measured(before, after)
+    assert (found.waiting, found.validation) == pytest.approx((0.006, 0.014))
+
+
+def test_what_the_processes_of_one_machine_wait_is_not_divided() -> None:
+    few, many = (run_of(replace(STEP, processes=4), machines, NETWORK) for machines in (1, 2))
+    late = replace(few, seconds=few.seconds + 0.01, waiting=0.01)
+    divided = [predict.predict(each, many, NETWORK, (EXACT,))["step"]["divided"] for each in (few, late)]
+    assert divided[0] == pytest.approx(divided[1])
+
+
+def test_machines_that_are_slower_than_one_are_not_taken_for_processes() -> None:
+    slow = prediction(5e6)
+    assert slow["measured"][1]["times"] < 1 and ONE_IS_FASTER not in predict.lines(slow)

@@ -31,10 +31,11 @@ from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.progress import Progress
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
 from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
-from ddp_callbacks.reporting.stopwatch import begin_wait, end_wait
+from ddp_callbacks.reporting.stopwatch import Stopwatch, begin_wait, end_wait
 from ddp_callbacks.reporting.trace import Span, write
 from ddp_callbacks.torchbearer import DDPCallback
 
@@ -42,7 +43,7 @@ NO_TIME = dict.fromkeys(PARTS, 0.0)
 EVEN = NO_TIME | {"in forward": 20.0, "in backward": 40.0, "waiting": 10.0, "between steps": 5.0}
 
 
-def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: float) -> dict[str, Any]:
+def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: Any) -> dict[str, Any]:
     """The data of a job whose ranks took these seconds for each part."""
     about = {"settings": {"compress": "None"}, "versions": {"torch": "2.13.0"}, "device": "CPU", "threads": 1}
     return {
@@ -146,6 +147,10 @@ ADVICE = {
         by_turns(job({"between steps": 60.0, "waiting": 60.0}, {"in backward": 90.0, "waiting": 60.0})),
         ["The ranks wait for each other by turns for 34 % of their time: rank 0 is late between steps and rank 1 is"],
     ),
+    "each of them is hardly late": (
+        by_turns(job({"between steps": 15.0, "waiting": 60.0}, {"in backward": 50.0, "waiting": 60.0})),
+        ["The ranks wait for each other by turns for 44 % of their time: their batches take unequal times"],
+    ),
     "all load all": (
         job({"loading": 60.0}, {"loading": 60.0}, loads_all=True),
         ["Each rank loads for 44 % of its time. It"],
@@ -160,9 +165,7 @@ ADVICE = {
     "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
     "the first batches take long": (
         job({"loading": 60.0}, {"loading": 60.0}, starting=50.0),
-        [
-            "Each rank loads for 44 % of its time. Most of that is the first batch of each epoch: persist"
-        ],
+        ["Each rank loads for 44 % of its time. Most of that is the first batch of each epoch: persist"],
     ),
     "it hung": (job({}, {"waiting": 90.0}, stepped=60.0), ["No rank took a step in the last 60 s: see what happened"]),
     "one was replaced": (replaced(job({"waiting": 60.0}, {})), ["Nothing stands out"]),
@@ -597,3 +600,67 @@ def test_a_trace_shows_all_machines_on_one_clock(tmp_path: Path) -> None:
     assert {event["args"].get("name") for event in events if event["ph"] == "M"} >= {"rank 0 on a", "rank 1 on b"}
     none = "no trace: it begins with step 4, and no process took so many steps"
     assert write({0: ("a", [])}, tmp_path / "none") == none
+
+
+def batches_of(**attributes: bool) -> Any:
+    return type("Batches", (), attributes)()
+
+
+def test_the_listeners_of_a_wait_hear_when_it_was(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[float, float]] = []
+    monkeypatch.setattr(Stopwatch, "listeners", [lambda *span: heard.append(span)])
+    begin_wait()
+    clock[0] += 2.0
+    end_wait()
+    assert heard == [(0.0, 2.0)]
+
+
+def test_all_loaders_of_a_validation_count_once_and_change_nothing_of_how_training_loads() -> None:
+    progress, loaders = Progress(), [batches_of(loads_all=True), batches_of(), batches_of()]
+    for place, loader in enumerate(loaders):
+        progress.begin_loading(loader, not place)
+        progress.end_loading(not place)
+        progress.step() if not place else None
+    assert progress.validations == 1 and progress.loads_all
+
+
+def test_a_step_after_the_end_was_drawn_ahead_counts_once() -> None:
+    progress, loader = Progress(), batches_of()
+    for drawn in ([True, True], [False]):
+        for has_batch in drawn:
+            progress.begin_loading(loader, True)
+            progress.end_loading(has_batch)
+        assert progress.step()
+    assert not progress.step() and progress.steps == 2
+
+
+def test_a_rank_that_validates_or_has_failed_tells_what_it_was_doing(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").touch()
+    made, loaders = Recorder(str(tmp_path / "out")), [batches_of(), batches_of()]
+    for place, loader in enumerate(loaders):
+        made.begin_loading(loader, not place)
+        made.end_loading(True)
+    clock[0] += 8.0
+    made.send()
+    assert last_of(tmp_path / "out")["validation"] == 8.0
+    made.end_validation()
+    made.mark("in forward")
+    clock[0] += 3.0
+    monkeypatch.setattr(sys, "last_value", KeyError(), raising=False)
+    made.end()
+    assert last_of(tmp_path / "out")["in backward"] == 3.0
+
+
+def test_where_a_rank_had_not_waited_its_first_wait_is_one_for_slower_ranks() -> None:
+    shortest, waits = recorder._Shortest(), dict.fromkeys(PARTS, 0.0)
+    for step in range(1, 21):
+        waits["waiting"] = 0.5 * step
+        shortest.end_step(waits.values(), step)
+    waits["validation"] = 7.0
+    assert shortest.of(waits.values()) == [0, 0, 0, 10.0, 0, 0]
+
+
+def test_a_step_has_no_waits_of_a_validation() -> None:
+    assert summary.step_of(job({}, waits=NO_TIME | {"validation": 15.0})["ranks"][0]) == pytest.approx(0.06)

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_callbacks import CrossEntropyWeight
+from ddp_callbacks.data.shares import Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.weighing import Weighing
 
 CLASSES = 5
 CRITERIA: dict[str, Any] = {
@@ -67,3 +69,13 @@ def test_what_has_no_such_weight_is_refused_with_the_remedy(says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         REFUSED[says]()
     assert of(only=nn.CrossEntropyLoss())((None, torch.tensor([1, -100]))) == 1
+
+
+def test_a_padding_batch_has_no_weight_and_the_mean_over_nothing_no_gradient() -> None:
+    assert loss_weight(Share(0, 5), "mean", 3.0) == (0.0, None)
+    parameter = nn.Parameter(torch.ones(1))
+    weighing = Weighing([parameter], [False], 2)
+    weighing.set(0.0, 4.0)
+    (parameter * float("nan")).sum().backward()
+    weighing.close()
+    assert parameter.grad is not None and parameter.grad.item() == 0.0

@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ddp_callbacks.data.shares import Divider, slice_samples
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.randomness import Rows, WholeDraws
+from ddp_callbacks.randomness import Rows, WholeDraws, bernoulli
+from ddp_callbacks.randomness.rows import BatchDim
 
 TOTAL, LENGTH, WIDTH = 9, 7, 8
 PARTS = [(0, 5, 9), (0, 3, 6, 9), (0, 1, 5, 9), (0, 2, 4, 6, 8, 9)]
@@ -537,3 +539,22 @@ def test_compiled_code_stays_compiled() -> None:
         with draws.batch(Rows(start, 3, 9)):
             step(batch(3))
     assert len(graphs) == 1
+
+
+def test_the_rows_of_other_ranks_of_a_large_batch_are_passed_over() -> None:
+    whole = torch.empty(2, 9, 5000).bernoulli_(0.3, generator=torch.Generator().manual_seed(1))
+    part, at = torch.empty(2, 4, 5000), BatchDim(1, 1)
+    if not bernoulli.is_drawn_from_bits(part, at):
+        pytest.skip("MKL draws")
+    bernoulli.fill(part, 0.3, at, Rows(3, 4, 9), torch.Generator().manual_seed(1))
+    assert torch.equal(part, whole[:, 3:7])
+
+
+def test_whole_batches_in_turn_are_the_rows_of_one_large_batch() -> None:
+    steps = Divider("per_process", 1, 2).steps(iter([[1, 2, 3], [4, 5]]), len, lambda batch, part: batch[part])
+    assert next(steps).share.rows == Rows(3, 2, 5)
+
+
+def test_a_batch_of_as_many_tensors_as_samples_is_divided_by_samples() -> None:
+    x = torch.arange(2)
+    assert [each.tolist() for each in slice_samples([x, -x], 2, slice(1, 2))] == [[1], [-1]]

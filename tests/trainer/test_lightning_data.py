@@ -105,6 +105,36 @@ def test_dropout_in_steps_on_batches_of_different_sizes_is_named() -> None:
         fit(OURS, TwoLoaders(), {"a": loader(16, 4), "b": loader(32, 8)}, max_epochs=1)
 
 
+class DividesItself(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.size = 8 // self.trainer.world_size  # type: ignore[union-attr]
+
+    def train_dataloader(self) -> Any:
+        return loader(16, self.size)
+
+
+@WORLD.on(TWO)
+def test_a_data_module_that_divides_the_batch_size_itself_is_named() -> None:
+    says = (
+        r"DividesItself.setup \(.*test_lightning_data.py:\d+\) reads world_size before the loaders are made. .*, or use"
+    )
+    with pytest.warns(UserWarning, match=says):
+        trainer(OURS, max_epochs=1).fit(Net(), datamodule=DividesItself())
+    trainer(CallbackStrategy(batch_size="per_process"), max_epochs=1).fit(Net(), datamodule=DividesItself())
+
+
+class OfABatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self(batch[0])[:, 0] - torch.ones(4)).square().mean()
+
+
+@WORLD.on(TWO)
+def test_a_step_that_knows_the_batch_size_is_told_that_it_has_a_part() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fit(CallbackStrategy(verify=None), OfABatch(), loader(16, 4), max_epochs=1)
+    assert raised.value.__notes__[0].startswith("This process computes 2 of the 4 samples of the batch.")
+
+
 class Guesses(Net):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.nn.functional.dropout(self(batch[0]))

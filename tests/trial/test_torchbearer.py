@@ -28,7 +28,7 @@ from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
 from trials import CLASSES, FEATURES, data, draws, network, normalized, parameters, train, trial
 
-from ddp_callbacks import LocalSGD, get_rank
+from ddp_callbacks import LocalSGD, get_rank, shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, Resume, ShardData
 
@@ -140,6 +140,38 @@ def test_a_second_model_in_the_state_trains_as_on_one_process() -> None:
         return {**model.state_dict(), **{f"critic.{name}": value for name, value in critic.state_dict().items()}}
 
     assert_equal(run([DDPCallback()]), run([]), 1e-10)
+
+
+class Zipped(DataLoader[Any]):
+    def __init__(self, *loaders: DataLoader[Any]) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Any:
+        return iter(zip(*self.loaders, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.loaders[0])
+
+
+@WORLD
+def test_a_loader_that_is_none_of_torchs_but_by_name_is_divided() -> None:
+    numbers: Any = torch.arange(12.0).view(6, 2)
+    both = [DataLoader(numbers, 4), DataLoader(-numbers, 4)]
+    parts = [part for part, _ in with_shares(shard_loader(Zipped(*both)))]
+    start = 2 * dist.get_rank()
+    assert torch.equal(parts[0][1], -numbers[start : start + 2]) and len(parts) == 2
+
+
+@WORLD
+def test_a_criterion_that_knows_the_batch_size_is_told_that_it_has_a_part() -> None:
+    net = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    made = Trial(
+        net, torch.optim.SGD(net.parameters()), lambda y, _: (y - torch.ones(4)).sum(), callbacks=[DDPCallback()]
+    )
+    made.with_train_data(torch.zeros(8, 2), torch.zeros(8), batch_size=4)
+    with pytest.raises(RuntimeError) as raised:
+        made.run(1, verbose=0)
+    assert raised.value.__notes__[0].startswith("This process computes 2 of the 4 samples of the batch.")
 
 
 @WORLD
