@@ -23,7 +23,7 @@ from ddp_callbacks.launcher.warned import Warned
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.requests import JOINED, write_answer
 
-_SOON = 5.0  # seconds after which a rank whose program is over is told to be kept alive
+_SOON = 3.0  # seconds after which a rank whose program is over is told to be kept alive
 _PAUSE = 0.25  # seconds before a failure ends the other ranks: one may be recording an earlier failure
 _CAUSE = 2.0  # the same if it only follows from another rank's end, which may take longer than its connections
 
