@@ -14,8 +14,9 @@ from ddp_callbacks.cluster.environment import processes_on_host
 from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.random_state import broadcast_rng_state
+from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError, reader_of, warn
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
@@ -41,6 +42,11 @@ _FOREIGN_PLUGINS = {
     "XLAPrecision": "TPUs need XLA's collectives",
 }
 
+_READS = (
+    "{reader} reads world_size before the loaders are made. Each batch of a loader is divided among the processes "
+    "already: if this code divides the batch size by their number, or scales the learning rate, leave that out, or use "
+    'batch_size="per_process".'
+)
 _Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 
 
@@ -54,6 +60,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
 
     package: str
     user: str
+    _reader: str | None = None  # what has read world_size; "" once loaders are made
 
     def __init__(
         self,
@@ -93,6 +100,20 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     @cluster_environment.setter
     def cluster_environment(self, chosen: Any) -> None:
         self._cluster_environment = None if chosen is None else environment_of_job(chosen)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes. A program that reads it before it makes its loaders may divide their batch by it."""
+        size = int(super().world_size)
+        if size > 1 and self._reader is None:
+            self._reader = reader_of("world_size")
+        return size
+
+    def warn_of_reader(self, loader: Any) -> None:
+        """Warn if what makes the first loader that is divided may have divided its batch already."""
+        if self._batch_size == "global" and self._reader and not is_distributed(loader):
+            warn(_READS.format(reader=self._reader))
+        self._reader = ""
 
     @property
     def root_device(self) -> torch.device:

@@ -19,10 +19,9 @@ from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.held import Held, trained_by
-from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
-from ddp_callbacks.errors import ConfigurationError, Preempted, reader_of, say, warn
+from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.gradients.comm_hooks import CommHook
@@ -58,11 +57,6 @@ from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_che
 from ddp_callbacks.reporting.recorder import end_training
 
 _PLACES = "the places of the logs"
-_READS = (
-    "{reader} reads world_size before the loaders are made. Each batch of a loader is divided among the processes "
-    "already: if this code divides the batch size by their number, or scales the learning rate, leave that out, or use "
-    'batch_size="per_process".'
-)
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # keys of a checkpoint
 
 
@@ -75,7 +69,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     chosen_by: Any = None  # the callback that has made the strategy
     results_class: Callable[..., JointResults]
     _divides = True  # use_distributed_sampler, as the user has set it
-    _reader: str | None = None  # what has read world_size in this run; "" once its loaders are made
     places: Sequence[Place] = ()  # of rank 0's logs at the last begin or end of a call, if it may begin again
 
     def __init__(
@@ -145,14 +138,6 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments for a ``DistributedSampler`` that the user makes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes. A program that reads it before it makes its loaders may divide their batch by it."""
-        size = int(super().world_size)
-        if size > 1 and self._trainer is not None and self._reader is None:
-            self._reader = reader_of("world_size")
-        return size
 
     def connect(self, model: Any) -> None:
         """Begin a run: from now on divide loaders, also those that a hook requests before :meth:`setup`."""
@@ -298,9 +283,8 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
-        if name == "train" and self._batch_size == "global" and self._reader and not is_distributed(dataloader):
-            warn(_READS.format(reader=self._reader))
-        self._reader = ""
+        if name == "train":
+            self.warn_of_reader(dataloader)
         needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
         sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self._divides_alone)
         if self.resume is not None:

@@ -121,9 +121,10 @@ class Recorder:
 
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
-        if self.is_alone:
+        is_alone = self.is_alone
+        if is_alone:
             _time_torchs_loaders()
-        if self.is_alone or self._marked == LOADING:  # no engine sums gradients
+        if is_alone or self._marked == LOADING:  # no engine sums gradients
             self.mark(FORWARD)
         if self.progress.step():
             self._shortest.end_step(self._waits.values(), self._sums)

@@ -172,7 +172,7 @@ def _of_ranks(data: Data) -> Iterator[str]:
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
         remedy = (
-            "if it writes checkpoints or logs then, write them less often, or to a faster disk."
+            "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
             if part == OTHER
             else "look for other work on its machine, let --bind core give each process cores of its own, or start "
             "fewer processes there."

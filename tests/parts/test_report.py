@@ -141,7 +141,7 @@ ADVICE = {
     ),
     "rank 0 writes checkpoints": (
         job({"between steps": 60.0}, {"waiting": 70.0}),
-        ["The others wait for rank 0, most of all while it is between steps: if it writes checkpoints or logs"],
+        ["The others wait for rank 0, most of all while it is between steps: look at its hooks, checkpoints and"],
     ),
     "each of them is late": (
         by_turns(job({"between steps": 60.0, "waiting": 60.0}, {"in backward": 90.0, "waiting": 60.0})),

@@ -125,6 +125,17 @@ def test_the_model_is_not_wrapped_and_its_methods_train_it(strategy: str) -> Any
 
 
 @WORLD.on(TWO)
+def test_a_loop_that_divides_the_batch_size_itself_is_named() -> None:
+    made = fabric(OURS)
+    batches = loader(10, 4 // made.world_size)
+    with pytest.warns(
+        UserWarning, match="divides_the_batch_size_itself_is_named .* reads world_size before the loaders"
+    ):
+        made.setup_dataloaders(batches)
+    made.setup_dataloaders(batches)
+
+
+@WORLD.on(TWO)
 def test_a_loader_is_divided_unless_the_user_says_otherwise() -> None:
     """The strategy divides Fabric's loaders unless you forbid it."""
     made = fabric(OURS)

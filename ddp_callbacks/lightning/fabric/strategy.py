@@ -198,6 +198,8 @@ class CallbackFabricMixin(ProcessesMixin):
         """Return a loader that yields this rank's part of ``dataloader``. A collective."""
         divides = self._divides_next and (self.world_size > 1 or self.randomness == "by_sample")
         self._divides_next = False
+        if divides:
+            self.warn_of_reader(dataloader)
         if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self._seed_workers_alike(dataloader)
         return WatchedLoader(dataloader, divides, self)
