@@ -283,7 +283,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
-        if name == "train":
+        if self._trainer.state.fn == "fit":  # the first loader may be that of the sanity check
             self.warn_of_reader(dataloader)
         needed = max(needed, samples_of_metrics([self.lightning_module, *self._trainer.callbacks]))
         sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self._divides_alone)

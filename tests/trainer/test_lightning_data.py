@@ -112,6 +112,9 @@ class DividesItself(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         return loader(16, self.size)
 
+    def val_dataloader(self) -> Any:
+        return loader(16, self.size, 9)
+
 
 @WORLD.on(TWO)
 def test_a_data_module_that_divides_the_batch_size_itself_is_named() -> None:
@@ -119,7 +122,7 @@ def test_a_data_module_that_divides_the_batch_size_itself_is_named() -> None:
         r"DividesItself.setup \(.*test_lightning_data.py:\d+\) reads world_size before the loaders are made. .*, or use"
     )
     with pytest.warns(UserWarning, match=says):
-        trainer(OURS, max_epochs=1).fit(Net(), datamodule=DividesItself())
+        trainer(OURS, max_epochs=1, num_sanity_val_steps=1).fit(Net(), datamodule=DividesItself())
     trainer(CallbackStrategy(batch_size="per_process"), max_epochs=1).fit(Net(), datamodule=DividesItself())
 
 
