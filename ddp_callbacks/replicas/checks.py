@@ -63,25 +63,25 @@ class ReplicaChecks:
             MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
             PeerError: Another rank failed or died.
         """
-        self.times.mark("between steps")
+        self.times.end_step()
         self.times.note_epoch(epoch)
         self._steps += 1
         if self._steps < self._interval:
             return
         begin = time.perf_counter()
         named = dict(_compared(self._module, optimizers))
-        own = [(begin - self._since) / self._steps, self._cost, [part / self._steps for part in self.times.take()]]
+        own = [(begin - self._since) / self._steps, self._cost, self.times.take()]
         found = exchange_checksums(named, own, self._group)
         if len({each.processor for each in found}) == 1:
             repair_or_raise(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
-        self._name_stragglers(seconds[0] * self._steps, times)
+        self._name_stragglers(seconds[0], times)
         self._interval, self._steps = steps_until_next(costs, seconds), 0
         self._since = time.perf_counter()
         self._cost = self._since - begin
 
-    def _name_stragglers(self, seconds: float, times: Sequence[Sequence[float]]) -> None:
-        for rank, text in self._stragglers.note(seconds, times):
+    def _name_stragglers(self, step: float, times: Sequence[Sequence[float]]) -> None:
+        for rank, text in self._stragglers.note(step * self._steps, self._steps, times):
             if get_rank(self._group) == 0:
                 say(f"{describe_rank(resolve_group(self._group), rank)} {text}")
 

@@ -16,11 +16,11 @@ Part = Literal["between steps", "in forward", "in backward"]
 """From the last wait to the next batch (optimizer, hooks, loading), then until backward, then until the next wait."""
 
 _FACTOR = 1.5
-_PATIENCE = 60.0  # seconds
+_PATIENCE, _AT_LEAST = 60.0, 3  # seconds, and steps: one that stops for a minute is not slow
 
 
 class StepTimes:
-    """The seconds of this rank by part, without its waits.
+    """The seconds of a step of this rank by part, without its waits.
 
     Args:
         module: The module that is trained.
@@ -28,7 +28,9 @@ class StepTimes:
     """
 
     def __init__(self, module: Any = None, **settings: object) -> None:
-        self._seconds = dict.fromkeys(get_args(Part), 0.0)
+        self._seconds = dict.fromkeys(get_args(Part), 0.0)  # of this step
+        self._sums = self._longest = [0.0] * len(self._seconds)
+        self._count = 0
         self._watch = Stopwatch()
         self._recorder = recorder()
         if self._recorder is not None and module is not None:
@@ -57,10 +59,21 @@ class StepTimes:
         if self._recorder is not None:
             self._recorder.finish(bucket)
 
-    def take(self) -> list[float]:
-        """Return the seconds of each part, and count from zero again."""
-        taken = list(self._seconds.values())
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        self.mark("between steps")
+        own = list(self._seconds.values())
         self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._sums, self._count = [a + b for a, b in zip(self._sums, own, strict=True)], self._count + 1
+        self._longest = max(self._longest, own, key=sum)
+
+    def take(self) -> list[float]:
+        """Return the mean seconds of each part without the longest step, a checkpoint maybe, and begin again."""
+        others = self._count - 1
+        left = [(whole - own) / others for whole, own in zip(self._sums, self._longest, strict=True)] if others else []
+        taken = left or self._sums
+        self._sums = self._longest = [0.0] * len(self._seconds)
+        self._count = 0
         return taken
 
 
@@ -71,23 +84,27 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
-        self._slow: dict[int, float] = {}  # for how many seconds
+        self._slow: dict[int, tuple[float, int]] = {}  # for how many seconds and steps
 
-    def note(self, seconds: float, times: Sequence[Sequence[float]]) -> Iterator[tuple[int, str]]:
+    def note(self, seconds: float, steps: int, times: Sequence[Sequence[float]]) -> Iterator[tuple[int, str]]:
         """Yield each rank that has been slow for a minute now, and what to say. Not again until it was fast.
 
         Args:
-            seconds: The time since the last call.
-            times: For each rank, the seconds of a step by part: the mean since the last call.
+            seconds, steps: How long the last call is ago.
+            times: For each rank, what :meth:`StepTimes.take` has returned.
         """
         totals = [sum(own) for own in times]
         usual = statistics.median_low(totals)
         for rank, total in enumerate(totals):
-            before = self._slow.pop(rank, 0.0)
+            before = self._slow.pop(rank, (0.0, 0))
             if total > _FACTOR * usual > 0:
-                self._slow[rank] = before + seconds
-                if before < _PATIENCE <= before + seconds:
+                self._slow[rank] = before[0] + seconds, before[1] + steps
+                if _is_lasting(*self._slow[rank]) and not _is_lasting(*before):
                     yield rank, _line(total / usual, times[rank], times)
+
+
+def _is_lasting(seconds: float, steps: int) -> bool:
+    return seconds >= _PATIENCE and steps >= _AT_LEAST
 
 
 def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]]) -> str:

@@ -16,7 +16,7 @@ from ddp_callbacks.reporting.trace import Span, Traced
 _SAMPLES = 400  # of a rank; once there are more, every second one is dropped
 _EVENTS = 300
 _TAIL = 400  # bytes of a rank's output
-_AS_SAID = "epoch", "stage", "gradients", "starting", "loads_all", "memory", "about"
+_AS_SAID = "epoch", "stage", "gradients", "starting", "longest", "loads_all", "memory", "about"
 _COMMANDS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\S \r\n]|[\x00-\x09\x0e-\x1f]")  # to a terminal: colours, moves
 
 

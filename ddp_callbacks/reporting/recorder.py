@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ddp_callbacks.cluster.environment import NO_REPORT, REPORT, TRACE
@@ -59,6 +60,7 @@ class Recorder:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._starting = 0.0  # of loading, until a pass has its first batch
+        self._longest, self._spent = (0, 0.0), 0.0  # step, and seconds without waits and validation; the latter by now
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.progress = Progress()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
@@ -128,7 +130,13 @@ class Recorder:
             self.mark(FORWARD)
         if self.progress.step():
             self._shortest.end_step(self._waits.values(), self._sums)
+            self._note_longest()
             self._trace_step()
+
+    def _note_longest(self) -> None:
+        spent = sum(self._seconds.values()) - self._seconds[WAITING] - self._seconds[VALIDATION]
+        self._longest = max(self._longest, (self.progress.steps, spent - self._spent), key=itemgetter(1))
+        self._spent = spent
 
     def _trace_wait(self, begin: float, end: float) -> None:
         if self._tracer is not None:
@@ -203,6 +211,7 @@ class Recorder:
             "stage": "validating" if self.progress.validates else "training" * (self._has_begun or self._is_cut),
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "starting": round(self._starting, 4),
+            "longest": [self._longest[0], round(self._longest[1], 4)],
             "loads_all": self.progress.loads_all,
             "memory": _memory(),
             "process": self._pid,

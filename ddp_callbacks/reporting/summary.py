@@ -172,7 +172,9 @@ def _of_ranks(data: Data) -> Iterator[str]:
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
         remedy = (
-            "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
+            stop
+            if (stop := _one_stop(data, pace))
+            else "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
             if part == OTHER
             else "look for other work on its machine, let --bind core give each process cores of its own, or start "
             "fewer processes there."
@@ -187,6 +189,16 @@ def _of_ranks(data: Data) -> Iterator[str]:
             "or try --bind core."
         )
         yield f"The ranks wait for each other by turns for {percent(share)} of their time: {why}"
+
+
+def _one_stop(data: Data, pace: int) -> str:
+    """Say which step of a rank took long, if the others waited for that most of all."""
+    waits = [own[SLOWER] for own in parts_of(data)]
+    step, seconds = data["ranks"][pace]["longest"]
+    usual = min(each["longest"][1] for each in data["ranks"])
+    if seconds - usual < _MOSTLY * (max(waits) - min(waits)):
+        return ""
+    return f"its step {step} alone took {in_words(seconds)}. See what it did there, and what its machine did."
 
 
 def _to_load_faster(data: Data) -> str:

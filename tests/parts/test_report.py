@@ -60,6 +60,7 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: Any
                 "least": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
                 "loads_all": False,
                 "starting": 0.0,
+                "longest": [1, 0.5],
                 "steps": steps,
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
                 "stepped": 0.1,
@@ -80,6 +81,12 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: Any
 def replaced(data: dict[str, Any]) -> dict[str, Any]:
     """Let rank 1 have missed most of it."""
     data["ranks"][1]["steps"] //= 4
+    return data
+
+
+def stopped(data: dict[str, Any]) -> dict[str, Any]:
+    """Let rank 1 have taken long for one step."""
+    data["ranks"][1]["longest"] = [700, 38.0]
     return data
 
 
@@ -157,6 +164,10 @@ ADVICE = {
     ),
     "all load": (job({"loading": 60.0}, {"loading": 60.0}), ["Each rank loads"]),
     "slow": (job(FAST, SLOW), ["The others wait for rank 1, most of all while it is computing"]),
+    "stopped once": (
+        stopped(job(FAST, SLOW)),
+        ["The others wait for rank 1, most of all while it is computing: its step 700 alone took 38 s."],
+    ),
     "exchange": (job({"waiting": 90.0}, {"waiting": 90.0}), ["The exchange of gradients takes 58 %"]),
     "between": (
         job({"between steps": 90.0}, {"between steps": 90.0}),
@@ -233,7 +244,7 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * 3 * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known |= {"loads_all": False, "stage": "training", "starting": 0.0}
+    known |= {"loads_all": False, "stage": "training", "starting": 0.0, "longest": [1, 0.5]}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 

@@ -33,20 +33,25 @@ EVEN = [FAST, FAST, FAST]
 FORWARD = "has taken {} times as long for a step as the {}, for a minute now; most of it in forward (41 ms, {} 14 ms)"
 IN_FORWARD = (2, FORWARD.format("1.8", "median", "median"))
 CASES = {
-    "for a minute": ([(20, [FAST, FAST, SLOW])] * 5, [[], [], [IN_FORWARD], [], []]),
-    "at once, if that is a minute": ([(70, [FAST, FAST, SLOW])], [[IN_FORWARD]]),
+    "for a minute": ([(20, 9, [FAST, FAST, SLOW])] * 5, [[], [], [IN_FORWARD], [], []]),
+    "at once, if that is a minute": ([(70, 9, [FAST, FAST, SLOW])], [[IN_FORWARD]]),
     "fast in between": (
-        [(59, [FAST, FAST, SLOW]), (1, EVEN), (59, [FAST, FAST, SLOW]), (1, [FAST, FAST, SLOW])],
+        [(59, 9, [FAST, FAST, SLOW]), (1, 9, EVEN), (59, 9, [FAST, FAST, SLOW]), (1, 9, [FAST, FAST, SLOW])],
         [[], [], [], [IN_FORWARD]],
     ),
-    "again": ([(70, [FAST, FAST, SLOW]), (1, EVEN), (70, [FAST, FAST, SLOW])], [[IN_FORWARD], [], [IN_FORWARD]]),
-    "not half as slow again": ([(70, [FAST, FAST, [0.010, 0.025, 0.016]])], [[]]),
-    "most are slow": ([(70, [FAST, SLOW, SLOW])], [[]]),
-    "of two": ([(70, [SLOW, FAST])], [[(0, FORWARD.format("1.8", "other rank", "other rank"))]]),
-    "of four": ([(70, [SLOW, FAST, SLOW, FAST])], [[(0, IN_FORWARD[1]), (2, IN_FORWARD[1])]]),
-    "nothing was measured": ([(70, [[0.0] * 3, [0.0] * 3])], [[]]),
+    "again": (
+        [(70, 9, [FAST, FAST, SLOW]), (1, 9, EVEN), (70, 9, [FAST, FAST, SLOW])],
+        [[IN_FORWARD], [], [IN_FORWARD]],
+    ),
+    "not half as slow again": ([(70, 9, [FAST, FAST, [0.010, 0.025, 0.016]])], [[]]),
+    "most are slow": ([(70, 9, [FAST, SLOW, SLOW])], [[]]),
+    "one stop of a minute": ([(70, 1, [FAST, FAST, SLOW]), (1, 1, EVEN)], [[], []]),
+    "steps of a minute": ([(60, 1, [FAST, FAST, SLOW])] * 4, [[], [], [IN_FORWARD], []]),
+    "of two": ([(70, 9, [SLOW, FAST])], [[(0, FORWARD.format("1.8", "other rank", "other rank"))]]),
+    "of four": ([(70, 9, [SLOW, FAST, SLOW, FAST])], [[(0, IN_FORWARD[1]), (2, IN_FORWARD[1])]]),
+    "nothing was measured": ([(70, 9, [[0.0] * 3, [0.0] * 3])], [[]]),
     "loading": (
-        [(70, [LOADS, FAST, FAST])],
+        [(70, 9, [LOADS, FAST, FAST])],
         [
             [
                 (
@@ -73,7 +78,17 @@ def test_the_time_of_a_wait_is_of_no_part(monkeypatch: pytest.MonkeyPatch) -> No
     clock = iter([0.0, 1.0, 3.0, 7.0, 20.0, 21.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     times = StepTimes()
-    for part in ("between steps", "in forward", "in backward", None, "between steps"):
+    for part in ("between steps", "in forward", "in backward", None):
         times.mark(part)  # type: ignore[arg-type]
+    times.end_step()
     assert times.take() == [2.0, 2.0, 4.0]
     assert times.take() == [0.0, 0.0, 0.0]
+
+
+def test_one_step_that_stops_for_a_minute_makes_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.1, 60.1, 60.3])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = StepTimes()
+    for _ in range(3):
+        times.end_step()
+    assert times.take() == pytest.approx([0.15, 0.0, 0.0])
