@@ -77,7 +77,7 @@ def _say_if_unused() -> None:
         _say_if_done(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
             "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
-            "names; a loop of your own needs the functions of ddp_callbacks."
+            'names. Fabric needs strategy="ddp_callbacks", a loop of your own the functions of ddp_callbacks.'
         )
 
 

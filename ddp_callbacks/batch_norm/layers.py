@@ -195,7 +195,7 @@ def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
     factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.momentum is None and layer.num_batches_tracked is not None:
         factor = _one_over(layer.num_batches_tracked, layer.running_mean.dtype)
-    unbiased = batch.var * (batch.size / (batch.size - 1))
+    unbiased = batch.var * (batch.distinct / (batch.distinct - 1))
     layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
     layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
 

@@ -34,6 +34,8 @@ class GlobalBatch:
         counts: Whether this rank's part counts.
         is_empty: Whether no rank has a sample.
         size: Number of values per channel on all ranks: float64, shape ``[]``.
+        distinct: The same, but copies count once: ranks whose statistics are equal to the bit, for example of a fixed
+            input that a hook passes through the model.
         mean, var: Mean and biased variance: float64, shape ``[channels]``.
     """
 
@@ -42,6 +44,7 @@ class GlobalBatch:
     counts: bool
     is_empty: bool
     size: torch.Tensor
+    distinct: torch.Tensor
     mean: torch.Tensor
     var: torch.Tensor
 
@@ -78,8 +81,10 @@ class BatchStatistics:
             )
         if total == 0:  # an empty batch changes nothing, as in torch
             mean, var = rows.new_zeros(input.shape[1]), rows.new_ones(input.shape[1])
-            return GlobalBatch(self, name, False, True, sizes.sum(), mean, var)
-        return GlobalBatch(self, name, size > 0, False, *total_statistics(rows))
+            return GlobalBatch(self, name, False, True, sizes.sum(), sizes.sum(), mean, var)
+        whole, mean, var = total_statistics(rows)
+        distinct = torch.where((rows == rows[0]).all() & (sizes[0] > 1), sizes[0], whole)
+        return GlobalBatch(self, name, size > 0, False, whole, distinct, mean, var)
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor, name: str) -> torch.Tensor:
         """Return both sums over all ranks: float64, ``[2, channels]``, valid until the next exchange. A collective."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def verify_first_batch(
 ) -> None:
     """Compare the gradient of the current batch with that of one process. A collective.
 
-    This calls ``training_step`` two or three times, on copies of the module that log nothing.
+    This calls ``training_step`` two or three times, on copies of the module that log nothing. With manual optimization
+    it stops there at the first ``manual_backward``, whose gradient is compared.
 
     Args:
         verify: Whether a difference is an error or a warning.
@@ -52,19 +54,17 @@ def verify_first_batch(
     silent = _silent(trainer)
 
     def load() -> FirstBatch:
-        if not module.automatic_optimization:
-            raise ConfigurationError(
-                'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
-                f"{type(module).__name__} optimizes manually. Verify its loss in another Trainer, or leave out verify."
-            )
         return _load(trainer, silent, loaders, batches, leaves_no_trace=verify == "warn")
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
         _attach(copies[0], silent, logged, common_size(batch))
-        return _loss(copies[0].training_step(batch, *arguments))
+        if module.automatic_optimization:
+            return _loss(copies[0].training_step(batch, *arguments))
+        return _first_loss(copies[0], copies[1], lambda: copies[0].training_step(batch, *arguments))
 
+    parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
-        computation = Computation([module], loss_of, _instead(trainer, silent), logged.copy, draws)
+        computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, draws)
         check_first_batch(verify, computation, load)
 
 
@@ -137,6 +137,55 @@ def _loss(output: Any) -> torch.Tensor:
             f'verify="first_batch" needs a loss from training_step, got {type(loss).__name__}. Leave verify out.'
         )
     return loss
+
+
+class _FirstBackward(BaseException):
+    """Ends a step, past what it catches, with the loss of its first backward."""
+
+
+class _Idle:
+    """Stands for a copy of an optimizer, or for a scheduler: has its values, and changes nothing."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def step(self, closure: Any = None, *_: Any, **__: Any) -> None:
+        if callable(closure):
+            closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def toggle_model(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _first_loss(copied: Any, optimizers: Sequence[Any], step: Callable[[], Any]) -> torch.Tensor:
+    """Return the loss of the first ``manual_backward`` of a step of the copy of a module."""
+
+    def end(loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        raise _FirstBackward(loss)
+
+    schedulers = [_Idle(config.scheduler) for config in copied.trainer.lr_scheduler_configs]
+    copied.optimizers, copied.lr_schedulers = _giving(map(_Idle, optimizers)), _giving(schedulers)
+    copied.manual_backward, copied.toggle_optimizer, copied.untoggle_optimizer = end, _ignore, _ignore
+    try:
+        step()
+    except _FirstBackward as reached:
+        return _loss(*reached.args)
+    raise ConfigurationError(
+        f'verify="first_batch" compares the first manual_backward, but {type(copied).__name__} calls none in its first '
+        "batch. Call it instead of loss.backward(), or leave out verify."
+    )
+
+
+def _giving(each: Iterable[Any]) -> Callable[..., Any]:
+    """Return a method that gives one object, or a list of several, as a module's do; ``None`` for none."""
+    found = list(each)
+    return lambda *_, **__: found if len(found) > 1 else next(iter(found), None)
 
 
 def _silent(trainer: Any) -> Any:

@@ -404,6 +404,16 @@ def test_an_empty_batch_changes_nothing(device: Device) -> None:
     assert int(model.num_batches_tracked) == int(one.num_batches_tracked)
 
 
+@anywhere
+def test_a_fixed_input_that_all_ranks_pass_through_the_model_counts_once(device: Device) -> None:
+    one, fixed = nn.BatchNorm1d(3).double(), torch.linspace(0, 1, 12, dtype=torch.float64).reshape(4, 3)
+    model = device.move_module(copy.deepcopy(one))
+    one(fixed)
+    with synchronized(model):
+        model(device.move(fixed))
+    torch.testing.assert_close(model.running_var.cpu(), one.running_var, rtol=1e-14, atol=0)
+
+
 @WORLD
 def test_modules_stay_the_users_own() -> None:
     """You get your BatchNorm layers back."""

@@ -265,10 +265,63 @@ class Watched(KnownOnly):
         self.layers.register_forward_hook(lambda *_: calls.append(1))
 
 
+MEAN_OF_KNOWN = functools.partial(F.cross_entropy, ignore_index=0)
+
+
 class ByHand(Net):
-    def __init__(self) -> None:
+    """Steps twice in a batch, by a closure and without, and its scheduler too."""
+
+    is_weighed = True
+
+    def __init__(self, loss: Any = F.cross_entropy) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.loss_of = False, loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        self.steps = getattr(self, "steps", 0) + 1
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            loss: torch.Tensor = self.loss_of(self(batch[0]), batch[1])
+            self.manual_backward(loss) if self.is_weighed else loss.backward()
+            return loss
+
+        self.toggle_optimizer(optimizer)  # type: ignore[arg-type]
+        optimizer.step(closure)  # type: ignore[union-attr, arg-type]
+        self.untoggle_optimizer(optimizer)  # type: ignore[arg-type]
+        with optimizer.toggle_model():  # type: ignore[union-attr]
+            closure()
+            optimizer.step()  # type: ignore[union-attr]
+        scheduler.step()  # type: ignore[union-attr, call-arg]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class ByPlainBackward(ByHand):
+    is_weighed = False
+
+
+class Adversaries(Net):
+    """Two optimizers by turns, as of a GAN."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.automatic_optimization, self.loss_of = False, loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)  # type: ignore[arg-type]
+            loss = self.loss_of(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.layers[0], self.layers[2])]
 
 
 def run_trainer(module: Net | None = None, rows: Any = None, weight: Any = None, **options: Any) -> str:
@@ -291,7 +344,12 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
     "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layers.0 normalizes by each process's part"),
-    "by hand": (lambda: run_trainer(ByHand()), "needs automatic optimization"),
+    "by hand": (lambda: run_trainer(ByHand()), PASSES),
+    "by hand, of known targets": (
+        lambda: run_trainer(ByHand(MEAN_OF_KNOWN), loader(29, 8)),
+        f"{DIFFERS}layers.",
+    ),
+    "by hand, by plain backward": (lambda: run_trainer(ByPlainBackward()), "ByPlainBackward calls none in its first"),
     "what cannot be copied": (
         lambda: run_trainer(HoldsALock()),
         "copy.deepcopy cannot copy HoldsALock (TypeError: cannot pickle '_thread.lock' object)",
@@ -481,6 +539,9 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a mask that its step draws": (lambda: trainer_tells(DrawsNoise(torch.randn_like, mean_of_masked=True)), TELLS),
     "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
     "by hand": (lambda: trainer_tells(ByHand()), ""),
+    "by hand, of known targets": (lambda: trainer_tells(ByHand(MEAN_OF_KNOWN)), f"{TELLS}for parameter layers."),
+    "adversaries": (lambda: trainer_tells(Adversaries(F.cross_entropy)), ""),
+    "adversaries, of known targets": (lambda: trainer_tells(Adversaries(MEAN_OF_KNOWN)), TELLS),
     "what cannot be copied": (lambda: trainer_tells(HoldsALock()), ""),
     "watched by a hook": (lambda: trainer_tells(Watched()), ""),
     "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
@@ -563,6 +624,16 @@ def test_the_comparison_leaves_no_trace() -> None:
         return found, *kept, module.trainer.seen, torch.get_rng_state()  # type: ignore[attr-defined]
 
     assert_equal(run(), run(verify=None), 0.0)
+
+
+@WORLD.on(TWO)
+def test_the_comparison_of_steps_by_hand_leaves_no_trace() -> None:
+    def run(kind: Any, **options: Any) -> Any:
+        module = kind()
+        return fit(CallbackStrategy(**options), module, loader(29, 8)), module.steps, torch.get_rng_state()
+
+    for kind in (ByHand, ByPlainBackward):
+        assert_equal(run(kind), run(kind, verify=None), 0.0)
 
 
 class Averaged(nn.Module):
