@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import operator
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
@@ -41,6 +42,7 @@ from ddp_callbacks.randomness import Rows
 
 Verify = Literal["warn", "first_batch"]
 
+_RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
 _ROUNDING = 1e-6  # of a logged value near 0
 _log = logging.getLogger("ddp_callbacks")
@@ -105,12 +107,54 @@ def verify_gradient(
     check_first_batch("first_batch", computation, lambda: FirstBatch(whole, part, weight), process_group)
 
 
+class Comparisons:
+    """Compares the first batch of a training, and, to warn, those of the epochs 1, 2, 4, 8 and so on, as time allows.
+
+    A loss may get a term later, or a mask that the first batch does not have. Later comparisons take 0.5 % of the time
+    at most. They end with the first difference, or the first that is not possible.
+
+    Args:
+        verify: See :func:`check_first_batch`; ``None`` compares nothing.
+        group: ``None`` is the default group.
+    """
+
+    def __init__(self, verify: Verify | None, group: dist.ProcessGroup | None = None) -> None:
+        self.verify, self._group = verify, group
+        self._epoch, self._end, self._seconds = -1, 0.0, 0.0  # of the last comparison
+
+    def is_due(self, epoch: int, is_first: bool) -> bool:
+        """Whether to compare the first batch of an epoch. All ranks must call it for such a batch; may be a collective.
+
+        Args:
+            epoch: From 0.
+            is_first: Whether the batch is the first one of the training.
+        """
+        if self.verify is None or epoch == self._epoch:  # LBFGS computes a batch repeatedly
+            return False
+        if is_first:
+            return True
+        if epoch & (epoch - 1) or not self._seconds:  # no power of two; a fit that goes on has compared nothing
+            return False
+        has_time = time.perf_counter() - self._end > _RARELY * self._seconds
+        return bool(broadcast_object(has_time, PURPOSE, self._group))
+
+    def compare(self, computation: Computation, load: Callable[[], FirstBatch], epoch: int) -> None:
+        """Compare; see :func:`check_first_batch`. A collective."""
+        begin = time.perf_counter()
+        assert self.verify is not None
+        agrees = check_first_batch(self.verify, computation, load, self._group, epoch)
+        self.verify = self.verify if agrees and self.verify == "warn" else None
+        self._epoch, self._end = epoch, time.perf_counter()
+        self._seconds = self._end - begin
+
+
 def check_first_batch(
     verify: Verify,
     computation: Computation,
     load: Callable[[], FirstBatch],
     process_group: dist.ProcessGroup | None = None,
-) -> None:
+    epoch: int = 0,
+) -> bool:
     """Like :func:`verify_gradient`; with ``"warn"`` it only warns, if it can compare at all. A collective.
 
     For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
@@ -121,18 +165,28 @@ def check_first_batch(
 
     Args:
         load: Returns the batch; see :func:`verify_gradient`.
+        epoch: Whose first batch it is.
+
+    Returns:
+        Whether the gradients were compared, and agree.
     """
-    is_strict = verify == "first_batch"
+    is_strict, agrees = verify == "first_batch", False
     if get_world_size(process_group) == 1:
-        return
-    if not is_strict:
+        return True
+    if not is_strict and not epoch:
         _warn_of_batch_norm(computation.parts[0], process_group)
-    hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
+    hint = "verify=None leaves the comparison out."
+    if not epoch:
+        hint = f'verify="first_batch" makes this warning an error, and {hint}'
     with nullcontext() if is_strict else _warning("The first batch", hint, process_group):
         if not is_strict:
             attempt_on_all(process_group, is_strict, lambda: check_comparable(computation.parts))
         with random_states_kept(computation.parts[0]), torch.enable_grad():
-            _compare(computation, attempt_on_all(process_group, is_strict, load), process_group, is_strict)
+            first = attempt_on_all(process_group, is_strict, load)
+            which = f"the first batch of epoch {epoch}" if epoch else "the first batch"
+            _compare(computation, first, process_group, is_strict, which)
+        agrees = True
+    return agrees
 
 
 def check_logged(
@@ -209,6 +263,7 @@ def _compare(
     first: FirstBatch,
     group: dist.ProcessGroup | None,
     is_strict: bool,
+    which: str,
 ) -> None:
     attempt, draws = functools.partial(attempt_on_all, group, is_strict), Draws(computation, group)
 
@@ -232,7 +287,7 @@ def _compare(
         fraction, own, logged = compute(first.part, first.rows, lambda: fraction_of(first.weight, group))
     if not any(map(_largest, expected)):
         raise ConfigurationError(
-            "the gradients of the first batch cannot be compared: its loss depends on no parameter of the copy of the "
+            f"the gradients of {which} cannot be compared: its loss depends on no parameter of the copy of the "
             "module that computes it. Use the module that is given, and none that is global."
         )
     found = _differences(_sum(own, 1.0, group), expected)
@@ -244,7 +299,7 @@ def _compare(
         if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
             draws.require_told()
             raise MismatchError(
-                "the gradient of the first batch is that of one process, but the mean over the processes of what the "
+                f"the gradient of {which} is that of one process, but the mean over the processes of what the "
                 f"training step logs is not: {text}{draws.remedy()}"
             )
         return
@@ -258,7 +313,7 @@ def _compare(
     adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
     name, most = max(zip(trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
     text = (
-        f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
+        f"the gradient of {which} on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
     text += f"{draws.remedy()} {_remedy(computation.parts[0], adds_up)}".lstrip()

@@ -20,7 +20,7 @@ from ddp_callbacks.data.shares import note_part
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.loss_watch import LossWatch
-from ddp_callbacks.gradients.verification import Verify
+from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
@@ -59,7 +59,7 @@ class Run:
     ) -> None:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
-        self._verify = verify  # for the next batch
+        self._comparisons = Comparisons(verify)
         self._compares = set(trainer.strategy.compares)
         self._losses = LossWatch()
         self.batches = batches
@@ -218,10 +218,11 @@ class Run:
             SkippedBatchError: ``training_step`` has returned ``None`` on some ranks only; or on this rank, in a step in
                 which the ranks do not meet. Only with automatic optimization.
         """
-        verify, self._verify = self._verify, None
-        if verify is not None and self._trainer.fit_loop.total_batch_idx == 0:  # not in a fit that goes on
-            verify_first_batch(verify, self._trainer, self._loaders(), self.batches, self._draws, arguments)
-        elif self._is_automatic and self._trainer.fit_loop.total_batch_idx == 0:
+        loop = self._trainer.fit_loop
+        is_first = loop.total_batch_idx == 0  # not in a fit that goes on
+        if loop.batch_idx == 0 and self._comparisons.is_due(self._trainer.current_epoch, is_first):
+            verify_first_batch(self._comparisons, self._trainer, self._loaders(), self.batches, self._draws, arguments)
+        elif self._is_automatic and is_first:
             self.compare("training_step", arguments)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()

@@ -15,7 +15,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
-from ddp_callbacks.gradients.verification import Verify, check_first_batch, check_logged
+from ddp_callbacks.gradients.verification import Comparisons, check_logged
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import metrics_of
@@ -26,7 +26,7 @@ _OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 
 
 def verify_first_batch(
-    verify: Verify,
+    comparisons: Comparisons,
     trainer: Any,
     loaders: Sequence[Any],
     batches: Batches,
@@ -39,8 +39,8 @@ def verify_first_batch(
     it stops there at the first ``manual_backward``, whose gradient is compared.
 
     Args:
-        verify: Whether a difference is an error or a warning.
-        trainer: The Trainer, before its first ``training_step``.
+        comparisons: Those of this fit, of which one is due.
+        trainer: The Trainer, before the first ``training_step`` of an epoch.
         loaders: The loaders that the batch comes from.
         batches: Weighs this rank's part of the batch.
         draws: Gives the batches their random numbers.
@@ -54,7 +54,7 @@ def verify_first_batch(
     silent = _silent(trainer)
 
     def load() -> FirstBatch:
-        return _load(trainer, silent, loaders, batches, leaves_no_trace=verify == "warn")
+        return _load(trainer, silent, loaders, batches, leaves_no_trace=comparisons.verify == "warn")
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
         _attach(copies[0], silent, logged, common_size(batch))
@@ -65,7 +65,7 @@ def verify_first_batch(
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
         computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, draws)
-        check_first_batch(verify, computation, load)
+        comparisons.compare(computation, load, trainer.current_epoch)
 
 
 def compare_what_is_logged(

@@ -24,7 +24,7 @@ from ddp_callbacks.gradients.comm_hooks import CommHook
 from ddp_callbacks.gradients.compression import Compress, check_compress
 from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
 from ddp_callbacks.gradients.loss_watch import LossWatch
-from ddp_callbacks.gradients.verification import Verify, check_first_batch, check_verify
+from ddp_callbacks.gradients.verification import Comparisons, Verify, check_verify
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
@@ -144,7 +144,7 @@ class AllReduceGradients(WeighsLoss):
                 self._bad, call.trial.closure = None, closure
 
     def on_start(self, state: State) -> None:
-        self._losses = LossWatch()
+        self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
         if self._skip_batch is not None:
             check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])
 
@@ -156,8 +156,9 @@ class AllReduceGradients(WeighsLoss):
 
     def on_sample(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        if self._verify is not None and state[torchbearer.EPOCH] == state[torchbearer.BATCH] == 0:
-            self._verify_batch(self._verify, state)
+        epoch = state[torchbearer.EPOCH]
+        if state[torchbearer.BATCH] == 0 and self._comparisons.is_due(epoch, is_first=epoch == 0):
+            self._verify_batch(state)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
@@ -244,8 +245,8 @@ class AllReduceGradients(WeighsLoss):
 
         return ending
 
-    def _verify_batch(self, verify: Verify, state: State) -> None:
-        """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
+    def _verify_batch(self, state: State) -> None:
+        """Compare the ranks' gradients of the first batch of an epoch with that of the global batch. A collective.
 
         Each rank computes copies of model and criterion, without the Trial's other callbacks, on its part and on the
         global batch; see :func:`ddp_callbacks.verify_gradient`.
@@ -275,7 +276,7 @@ class AllReduceGradients(WeighsLoss):
         draws = state[RUN_RANDOM_STATE].draws if RUN_RANDOM_STATE in state else None
         computation = Computation(parts, compute, {id(trial): trial}, draws=draws)
         with nullcontext() if draws is None else draws.aside():
-            check_first_batch(verify, computation, load, self.process_group)
+            self._comparisons.compare(computation, load, state[torchbearer.EPOCH])
 
 
 class AverageParameters(WeighsLoss):

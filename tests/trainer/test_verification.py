@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from trainer_cases import OURS, TWO, Bodies, message_of, quiet
-from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, loader, masked
+from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, lbfgs, loader, masked
 
 from ddp_callbacks.data.sharding import shard_loader
+from ddp_callbacks.gradients import verification
 from ddp_callbacks.gradients.verification import verify_gradient
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.torchbearer import DDPCallback
@@ -634,6 +635,59 @@ def test_the_comparison_of_steps_by_hand_leaves_no_trace() -> None:
 
     for kind in (ByHand, ByPlainBackward):
         assert_equal(run(kind), run(kind, verify=None), 0.0)
+
+
+class TermFromEpoch3(Net):
+    """Its loss is a mean over known targets from epoch 3 on. Keeps what its steps have done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1], ignore_index=0 if self.current_epoch >= 3 else -100)
+        self.seen.append(loss.detach() + torch.rand(()))
+        return loss
+
+
+class CriterionFromEpoch3(nn.Module):
+    """Counts the epochs, of one batch each, by its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.cross_entropy(outputs, classes if self.calls > 3 else classes.clamp(min=0))
+
+
+@WORLD.on(TWO)
+def test_a_term_that_a_loss_gets_later_is_warned_of_in_the_next_epoch_that_is_compared() -> None:
+    tells = "the gradient of the first batch of epoch 4 on 2 processes is not that of one process: for parameter"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "_RARELY", 0)
+        found = [late_term(), told(lambda: trial(CriterionFromEpoch3()).run(9))]
+        patch.setattr(verification, "_RARELY", 1e9)
+        assert late_term() == ""
+    assert dist.get_rank() or all(each.count(tells) == each.count("the gradient") == 1 for each in found), found
+
+
+def late_term() -> str:
+    return told(lambda: fit(CallbackStrategy(), TermFromEpoch3(), loader(29, 8), max_epochs=9))
+
+
+@WORLD.on(TWO)
+def test_later_comparisons_leave_no_trace() -> None:
+    def run(kind: Any, **options: Any) -> Any:
+        module = kind()
+        fit(CallbackStrategy(**options), module, loader(29, 8, shuffle=True), max_epochs=5)
+        return module.state_dict(), getattr(module, "seen", None), torch.get_rng_state()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "_RARELY", 0)
+        for kind in (Traced, ByHand, functools.partial(Net, optimizer=lbfgs)):
+            assert_equal(run(kind), run(kind, verify=None), 0.0)
 
 
 class Averaged(nn.Module):
