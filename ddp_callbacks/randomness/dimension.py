@@ -7,8 +7,9 @@ that is noted. A multiple that the program gives as a size is taken for a consta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,6 +145,15 @@ class BatchDims:
             seen.doubt = ""  # nothing was computed with another one
             if has_other_sizes:
                 seen.refusal = _PADDED.format(_text(shape), _text(seen.shape))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Forget on exit what was learnt inside."""
+        before = {place: replace(seen) for place, seen in self._seen.items()}
+        try:
+            yield
+        finally:
+            self._seen = before
 
     def confirm(self) -> None:
         """Note that what was drawn in a comparison is what one process draws."""

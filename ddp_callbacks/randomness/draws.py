@@ -191,6 +191,10 @@ class WholeDraws:
             operators.dims.is_comparing = False
             self.refused = self.refused if rows.is_whole else operators.refusals
 
+    def learning_nothing(self) -> AbstractContextManager[None]:
+        """Inside, :meth:`comparing` changes nothing for the batches that follow: whether it is called may be chance."""
+        return self._operators.dims.kept()
+
     def confirm(self) -> None:
         """Note that what :meth:`comparing` has drawn gave the numbers of one process. Local."""
         self._operators.dims.confirm()
