@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.attributes import (
     GeneratorState,
     checksums_of,
@@ -24,7 +25,7 @@ from ddp_callbacks.errors import warn
 
 _LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."
 _KEPT = "each process has now what the only process of the run that was cut had, which is wrong for a sum over samples."
-_LARGEST = 10_000  # numbers in an attribute of an object that is no module
+_LARGEST = 10_000  # numbers in an attribute of an object that is no module, or as many as the model has
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
@@ -32,22 +33,38 @@ def attributes_of(module: Any) -> dict[str, Any]:
     """Return the plain attributes and generators of layers of the user's classes, by names like ``"encoder.outputs"``.
 
     An object that is no module counts as one layer, and so does an attribute of a layer that is an object of the user's
-    classes, such as a schedule.
+    classes, such as a schedule. Of modules in such an object, such as an average of the model, there are also the
+    parameters and buffers.
     """
-    known = memory_of_model(module) if isinstance(module, torch.nn.Module) else ()
+    known: Collection[int] = ()
+    layers: set[torch.nn.Module] = set()
+    largest = _LARGEST
+    if isinstance(module, torch.nn.Module):
+        known, layers = memory_of_model(module), {*module.modules()}
+        largest += sum(each.numel() for each in [*module.parameters(), *module.buffers()] if is_dense(each))
     found: dict[str, Any] = {}
     for prefix, part in _parts_of(module).items():
+        own = {}
         if not _is_foreign(type(part)) and hasattr(part, "__dict__"):
             inherited = _inherited(part, module)
-            own = {name: value for name, value in _own(part, known).items() if name not in inherited}
-            found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
+            own = {name: value for name, value in _own(part, known, largest).items() if name not in inherited}
+        if isinstance(part, torch.nn.Module) and part not in layers:
+            own |= _tensors_of(part, known)
+        found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
     return found
 
 
-def _own(part: Any, known: Collection[int]) -> dict[str, Any]:
+def _tensors_of(layer: torch.nn.Module, known: Collection[int]) -> dict[str, torch.Tensor]:
+    own = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
+    return {
+        name: each.detach() for name, each in own if is_dense(each) and each.untyped_storage().data_ptr() not in known
+    }
+
+
+def _own(part: Any, known: Collection[int], largest: int) -> dict[str, Any]:
     generators = {name: value for name, value in vars(part).items() if isinstance(value, generator_types())}
-    largest = {} if isinstance(part, torch.nn.Module) else {"largest": _LARGEST}
-    return plain_attributes(part, known, **largest) | generators
+    limit = {} if isinstance(part, torch.nn.Module) else {"largest": largest}
+    return plain_attributes(part, known, **limit) | generators
 
 
 def load_attributes(module: Any, states: LocalStates, device: torch.device | str) -> None:
@@ -81,7 +98,9 @@ def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
         owner, _, attribute = name.rpartition(".")
         if owner not in parts:
             continue
-        if not isinstance(value, GeneratorState):
+        if attribute in getattr(parts[owner], "_parameters", ()):
+            getattr(parts[owner], attribute).data.copy_(value)
+        elif not isinstance(value, GeneratorState):
             setattr(parts[owner], attribute, value)
         elif isinstance(found := getattr(parts[owner], attribute, None), generator_types()):
             set_state_of(found, value.state)
@@ -99,13 +118,23 @@ def _is_common(name: str, states: LocalStates) -> bool:
 
 def _parts_of(module: Any) -> dict[str, Any]:
     layers = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {"": module}
-    return layers | {
+    owners = {name: layer for name, layer in layers.items() if hasattr(layer, "__dict__")}
+    objects = {
         f"{prefix}.{name}".lstrip("."): value
-        for prefix, layer in layers.items()
-        if hasattr(layer, "__dict__")
+        for prefix, layer in owners.items()
         for name, value in vars(layer).items()
         if _is_of_user(value, layer) and name not in _inherited(layer, module)
     }
+    inner = {
+        f"{prefix}.{name}.{within}".strip("."): layer
+        for prefix, owner in (owners | objects).items()
+        if not isinstance(owner, torch.nn.Module)
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.nn.Module)
+        for within, layer in value.named_modules()
+        if layer not in layers.values()
+    }
+    return layers | objects | inner
 
 
 def _is_of_user(value: Any, layer: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +67,40 @@ def test_only_plain_attributes_that_have_changed_are_saved() -> None:
     load(module, [saved], 1)
     assert module.steps == steps and list(map(type, module.steps)) == list(map(type, steps))
     assert module.steps[2].maxlen == 2 and module.steps[3]["new"] == []
+
+
+class Average:
+    """An average of a model, as a module and as tensors; keeps the model, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.shadow = model, copy.deepcopy(model)
+        self.shadow.register_buffer("steps", torch.zeros(()))
+        self.tensors = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    def move(self) -> None:
+        with torch.no_grad():
+            for each in [*self.shadow.parameters(), *self.shadow.buffers(), *self.tensors.values()]:
+                each.add_(1.0)
+
+    def content(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in [*self.shadow.state_dict().values(), *self.tensors.values()]]
+
+
+@pytest.mark.parametrize("owner", [Average, lambda model: nn.Sequential(model)], ids=["an object", "a module"])
+def test_an_average_of_the_model_in_an_object_goes_on(owner: Callable[[nn.Module], Any]) -> None:
+    models = [nn.Linear(120, 100) for _ in range(2)]  # more than an object that is no model's may keep
+    owners, averages = [owner(model) for model in models], []
+    for each, model in zip(owners, models, strict=True):
+        if isinstance(each, nn.Module):
+            each.average = Average(model)
+        averages.append(getattr(each, "average", each))
+    before = checksums_of(attributes_of(owners[0]))
+    averages[0].move()
+    averages[0].tensors = averages[0].tensors if isinstance(owners[0], nn.Module) else {}
+    saved = changed(attributes_of(owners[0]), before)
+    assert not any(name.startswith(("model", "average.model")) for name in saved)
+    load(owners[1], [saved], 1)
+    assert all(map(torch.equal, averages[0].content(), averages[1].content()))
 
 
 @pytest.mark.parametrize("saved_on", [1, 2])

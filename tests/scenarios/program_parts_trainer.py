@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import CombinedLoader
 from program_parts import CONTAINERS, OTHER_AMOUNT, PLAIN, Build, Change, add, calls_in, part
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.retrieval import RetrievalMAP
@@ -205,6 +206,33 @@ def teacher_moved_in(p: TrainerBuild, hook: str) -> None:
         module.teacher = copy.deepcopy(module.layers).requires_grad_(False)
 
     p.extend(start, step, **({} if hook == "training_step" else {hook: move}))
+
+
+class AverageOf:
+    """An average of a model that is no module, as a copy of it or as tensors."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        self.model = copy.deepcopy(model) if kind == "module" else None
+        self.tensors = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    @torch.no_grad()
+    def move(self, model: nn.Module) -> None:
+        for name, new in model.named_parameters():
+            old = self.tensors[name] if self.model is None else self.model.get_parameter(name)
+            old.mul_(0.8).add_(new, alpha=0.2)
+
+    def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return functional_call(model, self.tensors, (x,)) if self.model is None else self.model(x)
+
+
+@trainer_part(each=("module", "tensors"), without="loss teacher_moved_in batchnorm")
+def average_in_an_object(p: TrainerBuild, kind: str) -> None:
+    def step(module: Module, loss: Any, batch: Any) -> Any:
+        module.average.move(module.layers)
+        return loss + F.mse_loss(module(batch[0]), module.average(module.layers, batch[0]))
+
+    p.extend(lambda module: setattr(module, "average", AverageOf(module.layers, kind)), step)
 
 
 @trainer_part()

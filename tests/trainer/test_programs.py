@@ -21,6 +21,11 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a draw that cannot be told in a hook of a Trial's batch": Program("trial", 0, ("noise_in_batches=rrelu",)),
     "a draw that cannot be told in a hook of a Trainer's batch": Program("trainer", 0, ("noise_in_batches=rrelu",)),
     "noise in gradients of a step by hand": Program("trainer", 0, ("by_hand", "noise_in_gradients=torch")),
+    "a criterion that is no module, and has one": Program(
+        "trial", 420054, ("criterion_with_a_buffer", "criterion_is_an_object"), cut=0.4
+    ),
+    "an average of the model in an object": Program("trainer", 0, ("average_in_an_object=module",), cut=0.4),
+    "tensors of an average in an object": Program("trainer", 0, ("average_in_an_object=tensors",), cut=0.4),
     "attention in an evaluation": Program("trainer", 3, ("drops_inside=MultiheadAttention_without_weights",)),
     "samples of which few draw": Program("trainer", 200490, ("augments=sometimes",)),
     "a hook of a Trial's batch, in which the first batch is compared": Program("trial", 0, ("noise_in_batches=rand",)),
