@@ -114,15 +114,16 @@ class WholeBatch:
 
 
 def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
-    """Return this rank's slice of a batch of ``size`` samples, and its share; for an empty slice, the whole batch."""
+    """Return this rank's slice of a batch of ``size`` samples, and its share; for an empty slice, that of rank 0."""
+    part, share = _slice_and_share(size, rank, world_size, at_least)
+    return batch if part == slice(0, size) else slice_samples(batch, size, part), share
+
+
+def _slice_and_share(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[slice, Share]:
+    """Return the slice of a batch that a rank computes, and its share. A rank without samples computes rank 0's."""
     start, end = slice_bounds(size, rank, world_size, at_least)
-    part = slice_samples(batch, size, slice(start, end)) if end > start else batch
-    return part, _share_of_slice(start, end, size)
-
-
-def _share_of_slice(start: int, end: int, total: int) -> Share:
-    """Return the share of a slice; a rank with an empty one computes the whole batch."""
-    return Share(end - start, total, Rows(start, end - start, total) if end > start else Rows(0, total, total))
+    first, last = (start, end) if end > start else slice_bounds(size, 0, world_size, at_least)
+    return slice(first, last), Share(end - start, size, Rows(first, last - first, size))
 
 
 def common_size(batch: Any) -> int | None:
@@ -202,12 +203,8 @@ class Divider:
             if self.division == "own":
                 yield Step([], step[0], Share(total, None))
             elif self.division == "global":
-                start, end = slice_bounds(total, self.rank, self.world_size, self.at_least)
-                # The padding batch is the whole batch. It has too few samples for all ranks, but as many as a single
-                # process sees.
-                is_whole = end - start in (0, total)
-                part = step[0] if is_whole else part_of(step[0], slice(start, end))
-                yield Step(step, part, _share_of_slice(start, end, total))
+                part, share = _slice_and_share(total, self.rank, self.world_size, self.at_least)
+                yield Step(step, step[0] if part == slice(0, total) else part_of(step[0], part), share)
             elif self.rank < len(step):
                 yield Step(step, step[self.rank], self._share_of(sizes))
             elif self.division != "unpadded":
@@ -227,6 +224,9 @@ class Divider:
         weights.
         """
         extra = int(size >= (self.world_size + 1) * max(2, self.at_least))
-        start, _ = slice_bounds(size, self.rank + extra * bool(self.rank), self.world_size + extra, self.at_least)
-        _, end = slice_bounds(size, self.rank + extra, self.world_size + extra, self.at_least)
-        return slice(start, end) if end > start else slice(0, size), _share_of_slice(start, end, size)
+        parts = self.world_size + extra
+        part, share = _slice_and_share(size, self.rank + extra, parts, self.at_least)
+        if extra and not self.rank:
+            part = slice(0, part.stop)
+            share = Share(part.stop, size, Rows(0, part.stop, size))
+        return part, share
