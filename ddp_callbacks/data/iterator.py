@@ -205,6 +205,7 @@ class ShardedIterator(Iterator[Any]):
     ) -> None:
         self._source, self.current, self.loads_all = source, current, source.loads_all
         self.batches, self._parts, self._shares = batches, parts, shares
+        self.samples: int | None = None  # of all ranks, in the last batch
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
         weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
@@ -216,7 +217,8 @@ class ShardedIterator(Iterator[Any]):
         except StopIteration:
             self.current.is_over = True
             raise
-        self._shares.append(self.current.hand_out())
+        self._shares.append(share := self.current.hand_out())
+        self.samples = share.total
         return part
 
     def end(self) -> None:

@@ -39,6 +39,7 @@ from ddp_callbacks.gradients.first_batch import (
 )
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows
+from ddp_callbacks.reporting.recorder import recorder
 
 Verify = Literal["warn", "first_batch"]
 
@@ -148,6 +149,8 @@ class Comparisons:
         self.verify = self.verify if agrees and self.verify == "warn" else None
         self._epoch, self._end = epoch, time.perf_counter()
         self._seconds = self._end - begin
+        if (report := recorder()) is not None:
+            report.compared += self._seconds
 
 
 def check_first_batch(

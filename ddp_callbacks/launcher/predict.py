@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
@@ -34,8 +35,12 @@ def run_prediction(job: Job) -> int:
     Raises:
         ConfigurationError: There is one process, or nothing to measure.
     """
+    if job.plot and not job.plot.endswith(".svg"):
+        raise ConfigurationError(f"--plot writes SVG: name a file that ends with .svg, got {job.plot}.")
     if job.plot and not Path(job.plot).absolute().parent.is_dir():
         raise ConfigurationError(f"the folder of --plot {job.plot} does not exist.")
+    if not os.isatty(0):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the first run reads, the second one would lack
     all_of_them = _Run(job)
     if code := all_of_them.train():
         return code

@@ -111,9 +111,10 @@ def _line(factor: float, own: Sequence[float], times: Sequence[Sequence[float]])
     usual = map(statistics.median_low, zip(*times, strict=True))
     parts = zip(get_args(Part), own, usual, strict=True)
     part, mine, others = max(parts, key=lambda each: each[1] - each[2])
+    where = "loading or between steps" if part == "between steps" else part
     measure = "median" if len(times) > 2 else "other rank"
     return (
-        f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {part} "
+        f"has taken {factor:.1f} times as long for a step as the {measure}, for a minute now; most of it {where} "
         f"({_in_ms(mine)}, {measure} {_in_ms(others)})"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -15,8 +16,21 @@ from ddp_callbacks.reporting.trace import Span, Traced
 
 _SAMPLES = 400  # of a rank; once there are more, every second one is dropped
 _EVENTS = 300
+_STRETCHES, _STEPS = 32, 40  # of the time of a job, each with so many steps
 _TAIL = 400  # bytes of a rank's output
-_AS_SAID = "epoch", "stage", "gradients", "starting", "longest", "loads_all", "memory", "about"
+_AS_SAID = (
+    "epoch",
+    "stage",
+    "gradients",
+    "starting",
+    "longest",
+    "compared",
+    "loads_all",
+    "batch",
+    "validation",
+    "memory",
+    "about",
+)
 _COMMANDS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\S \r\n]|[\x00-\x09\x0e-\x1f]")  # to a terminal: colours, moves
 
 
@@ -112,11 +126,16 @@ class Collector:
     def data(self) -> dict[str, Any]:
         """Return what is known by now."""
         now = time.monotonic() - self._begin
+        ranks = {number: rank for number, rank in sorted(self._ranks.items()) if rank.said}
+        least = in_any_case([rank.samples for rank in ranks.values()])
         return {
             "command": self._command,
             "date": self._date,
             "seconds": round(now, 2),
-            "ranks": [_data(number, rank, now) for number, rank in sorted(self._ranks.items()) if rank.said],
+            "ranks": [
+                _data(number, rank, now) | {"least": dict(zip(PARTS, own, strict=True))}
+                for (number, rank), own in zip(ranks.items(), least, strict=True)
+            ],
             "events": self._events,
             "is_sent": self._is_sent,
         }
@@ -126,6 +145,37 @@ class Collector:
         return {number: (rank.node, rank.spans) for number, rank in sorted(self._ranks.items())}
 
 
+def in_any_case(ranks: Sequence[Sequence[tuple[float, int, list[float]]]]) -> list[list[float]]:
+    """Return the seconds that each rank has waited in any case, by part: as long as the one that has waited least.
+
+    That may be another rank later. So it is found for each stretch of time, among the ranks that took steps in it.
+
+    Args:
+        ranks: The samples of each, see :class:`Rank`.
+    """
+    found = [[0.0] * len(PARTS) for _ in ranks]
+    begin, end = (choose((own[place][0] for own in ranks), default=0.0) for choose, place in ((min, 0), (max, -1)))
+    count = max(1, min(_STRETCHES, min((own[-1][1] for own in ranks), default=0) // _STEPS))
+    before = [(0, [0.0] * len(PARTS)) for _ in ranks]
+    for number in range(1, count + 1):
+        when = begin + (end - begin) * number / count if number < count else math.inf
+        now = [_until(own, when) for own in ranks]
+        steps = [after - earlier for (after, _), (earlier, _) in zip(now, before, strict=True)]
+        for part in range(len(PARTS)):
+            waits = [after[part] - earlier[part] for (_, after), (_, earlier) in zip(now, before, strict=True)]
+            least = min((each / taken for each, taken in zip(waits, steps, strict=True) if taken > 0), default=0.0)
+            for own, taken in zip(found, steps, strict=True):
+                own[part] += least * max(taken, 0)
+        before = now
+    return found
+
+
+def _until(samples: Sequence[tuple[float, int, list[float]]], when: float) -> tuple[int, list[float]]:
+    """Return the steps until then, and the seconds of waits in any case."""
+    _, steps, spent = next((each for each in reversed(samples) if each[0] <= when), (0.0, 0, [0.0] * 3 * len(PARTS)))
+    return steps, spent[-len(PARTS) :]
+
+
 def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
     first = next((sample for sample in rank.samples if sample[1]), rank.samples[-1])
     text = _COMMANDS.sub("", rank.line.decode(errors="replace")).rstrip()
@@ -133,7 +183,7 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "rank": number,
         "node": rank.node,
         **_times(rank.samples[-1]),
-        "first": _times(first),  # with a step
+        "first": _times(first) | {"validation": 0},  # with a step
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,

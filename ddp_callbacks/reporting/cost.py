@@ -60,6 +60,7 @@ class Step:
         backward: The share of a step's computing during which gradients are sent.
         nbytes: Bytes of gradients.
         processes: On each machine; they share its link.
+        samples: Of the whole batch; 0 if unknown. A process cannot have less than one.
     """
 
     fixed: float
@@ -67,10 +68,12 @@ class Step:
     backward: float
     nbytes: float
     processes: int = 1
+    samples: int = 0
 
     def seconds(self, machines: int, network: Network, way: Way = EXACT, batch: float = 1.0) -> float:
         """Return the time of a step in which ``machines`` divide a batch of ``batch`` times the samples."""
-        divided = self.divided * batch / machines
+        share = part_of(self.samples * batch, machines * self.processes) / part_of(self.samples, self.processes)
+        divided = self.divided * batch * share
         if machines == 1:
             return self.fixed + divided
         buckets = list(self._buckets())
@@ -102,6 +105,11 @@ class Step:
             return others * (network.latency + sent / network.bandwidth)
         rounds = math.ceil(nbytes / self.processes / (_AT_A_TIME * CHUNK))
         return 2 * others * (rounds * network.latency + sent / machines / network.bandwidth)
+
+
+def part_of(samples: float, processes: int) -> float:
+    """Return the largest part of a batch that a process gets, as a share; ``samples`` may be 0, unknown."""
+    return math.ceil(samples / processes) / samples if samples else 1 / processes
 
 
 def is_gathered(nbytes: float, machines: int) -> bool:

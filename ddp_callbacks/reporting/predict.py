@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way
+from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way, part_of
 from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, LOADING, PARTS, VALIDATION, WAITING
 from ddp_callbacks.reporting.summary import in_digits, percent
 
@@ -25,6 +25,9 @@ class Measured:
 
     Attributes:
         seconds: Without validations.
+        validation: Seconds of validations, as a part of each step.
+        validations: How many have begun.
+        samples: Of a batch, on all processes; 0 if unknown.
         is_whole: Whether validations could not be told from the rest: no loader of torch's has marked them.
         steps: How many were measured.
         spread: By how much the first half of them took longer or shorter than all, as a share.
@@ -38,6 +41,8 @@ class Measured:
     waiting: float
     nbytes: float
     validation: float = 0.0
+    validations: int = 0
+    samples: int = 0
     is_whole: bool = False
     steps: int = 0
     spread: float = 0.0
@@ -66,7 +71,7 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
     if (least := min(rank["steps"] for rank in after["ranks"])) < FEWEST:
         raise ConfigurationError(
             f"{command} took {least} steps, and {FEWEST} are the least to measure. Let it train for longer: "
-            "more epochs, smaller batches, or --seconds."
+            "more epochs, smaller batches, or --seconds if it was cut."
         )
     steps, mean, waits = _mean(before, after)
     nbytes = after["ranks"][0]["gradients"][0]
@@ -76,7 +81,17 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
     _, *first = _mean(before, middle if middle and len(middle["ranks"]) == len(nodes) else after)
     seconds, of_first = (sum(own.values()) - _validation(own, waited) for own, waited in ((mean, waits), first))
     counted, spread = (len(nodes) // counts[0], len(nodes)), abs(of_first / seconds - 1)
-    return Measured(*counted, seconds, *parts, _validation(mean, waits), not mean[LOADING], steps, spread)
+    return Measured(
+        *counted,
+        seconds,
+        *parts,
+        validation=_validation(mean, waits),
+        validations=after["ranks"][0]["validation"] - next(iter(_begin(before, after).values()))["validation"],
+        samples=max(rank["batch"] for rank in after["ranks"]),
+        is_whole=not mean[LOADING],
+        steps=steps,
+        spread=spread,
+    )
 
 
 def _validation(mean: Mapping[str, float], waits: Mapping[str, float]) -> float:
@@ -88,9 +103,7 @@ def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dic
 
     If few steps came after ``before``, all count but those of the first message, which compare the first batch.
     """
-    begins, ends = ({rank["rank"]: rank for rank in moment["ranks"]} for moment in (before, after))
-    if begins.keys() != ends.keys() or min(ends[each]["steps"] - begins[each]["steps"] for each in ends) < FEWEST:
-        begins = {each: end["first"] for each, end in ends.items()}
+    begins, ends = _begin(before, after), {rank["rank"]: rank for rank in after["ranks"]}
     steps = {each: max(end["steps"] - begins[each]["steps"], 1) for each, end in ends.items()}
 
     def mean(kind: str, part: str) -> float:
@@ -99,6 +112,14 @@ def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dic
 
     seconds, waits = ({part: mean(kind, part) for part in PARTS} for kind in ("seconds", "waits"))
     return min(steps.values()), seconds, waits
+
+
+def _begin(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return the totals of each rank from which on steps count."""
+    begins, ends = ({rank["rank"]: rank for rank in moment["ranks"]} for moment in (before, after))
+    if begins.keys() != ends.keys() or min(ends[each]["steps"] - begins[each]["steps"] for each in ends) < FEWEST:
+        return {each: end["first"] for each, end in ends.items()}
+    return begins
 
 
 def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
@@ -112,6 +133,8 @@ def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]
     """
     if few.is_whole or many.is_whole:  # then both with validations
         few, many = (replace(run, seconds=run.seconds + run.validation, validation=0.0) for run in (few, many))
+    elif few.validations and many.validations:
+        few, many = _with_validations(few, many)
     times = few.seconds / many.seconds
     if times > _MOST * many.processes / few.processes:
         raise ConfigurationError(
@@ -129,13 +152,24 @@ def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]
     }
 
 
+def _with_validations(few: Measured, many: Measured) -> tuple[Measured, Measured]:
+    """Add to the steps their share of validations, which are as frequent in both as in the run with more steps."""
+    longer = max(few, many, key=lambda run: run.steps)
+    often = longer.validations / longer.steps
+    shares = [run.validation * run.steps / run.validations * often for run in (few, many)]
+    runs = zip((few, many), shares, strict=True)
+    few, many = (replace(run, seconds=run.seconds + share, validation=share) for run, share in runs)
+    return few, many
+
+
 def _step(few: Measured, many: Measured, base: Measured) -> Step:
     """Return the step of ``base``. What many processes compute longer than their share is not divided."""
     whole = few.seconds - few.waiting - many.between  # a process alone does not tell what lies between its steps
     part = many.seconds - many.waiting - many.between
-    divided = min(max((whole - part) / (1 - few.processes / many.processes), 0.0), whole)
-    divided = min(divided * few.processes / base.processes, base.seconds)
-    return Step(base.seconds - divided, divided, many.backward / part, many.nbytes, base.processes)
+    own, others, of_base = (part_of(many.samples, run.processes) for run in (few, many, base))
+    divided = min(max((whole - part) / (1 - others / own), 0.0), whole) if others < own else 0.0
+    divided = min(divided * of_base / own, base.seconds)
+    return Step(base.seconds - divided, divided, many.backward / part, many.nbytes, base.processes, many.samples)
 
 
 def _row(step: Step, machines: int, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
@@ -168,16 +202,21 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if min(few["steps"], many["steps"]) < _FEW or max(few["spread"], many["spread"]) > _UNEVEN:
         halves = " and ".join(f"{run['steps']:,} steps (first half: {run['spread']:.0%} off)" for run in (few, many))
         yield f"These are means of {halves}: --seconds for more."
-    if few["validation"] or many["validation"]:
-        yield "Left out: validations."
+    if few["validations"] and many["validations"]:
+        shares = " and ".join(percent(run["validation"] / run["seconds"]) for run in (few, many))
+        yield f"Validations are {shares} of that."
+    elif few["validation"] or many["validation"]:
+        yield "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1:
-        yield "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
+        yield "One process trains faster here than several: on several machines, start one on each."
     yield from _table(found)
     for way in found["predicted"][0]["ways"]:
         yield _sentence(found, way)
     network = found["network"]
     rate = f"{network['bandwidth'] * 8 / 1e9:.3g} Gbit/s (--bandwidth), {network['latency'] * 1e6:.3g} µs (--latency)"
     yield f"Network: {rate}{', assumed' if network == asdict(ASSUMED) else ''}."
+    if samples := found["step"]["samples"]:
+        yield f"A batch has {_count(samples, 'sample')}, so more than {_count(samples, 'process')} cannot divide it."
     yield "Assumed: equal machines, a network that serves all of them at full rate, no late process."
 
 

@@ -16,10 +16,11 @@ class Progress:
         has_batch: Whether it has drawn a batch since the last step; ``None``: no loader of ours draws.
         is_first: Whether the last batch was the first one of a pass.
         loads_all: Whether each process loads all batches of a pass.
+        samples: Of all ranks, in the largest batch; 0 if unknown.
     """
 
     def __init__(self) -> None:
-        self.steps = self.validations = 0
+        self.steps = self.validations = self.samples = 0
         self.epoch = -1
         self.validates = self.loads_all = self.is_first = False
         self.has_batch: bool | None = None
@@ -40,12 +41,13 @@ class Progress:
         elif self.steps > self._steps_at_pass:
             self._steps_at_pass, self.epoch = self.steps, self.epoch + 1
 
-    def end_loading(self, has_batch: bool) -> None:
+    def end_loading(self, has_batch: bool, samples: int = 0) -> None:
         """Note that it has the batch, or that there is none."""
         if self.validates:
             self.validates = has_batch
         else:
             self.has_batch, self._is_at_end = has_batch or self.has_batch, not has_batch
+            self.samples = max(self.samples, samples)
 
     def step(self) -> bool:
         """Note that an optimizer has stepped. Return whether it counts: of several with one batch, the first does."""

@@ -60,7 +60,8 @@ class Recorder:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._starting = 0.0  # of loading, until a pass has its first batch
-        self._longest, self._spent = (0, 0.0), 0.0  # step, and seconds without waits and validation; the latter by now
+        self.compared = 0.0  # of what lies between steps, to compare a batch with one process
+        self._longest, self._spent = (0, 0.0), 0.0  # step, and seconds of its own; the latter by now
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.progress = Progress()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
@@ -134,7 +135,8 @@ class Recorder:
             self._trace_step()
 
     def _note_longest(self) -> None:
-        spent = sum(self._seconds.values()) - self._seconds[WAITING] - self._seconds[VALIDATION]
+        apart = self._seconds[WAITING] + self._seconds[VALIDATION] + self.compared
+        spent = sum(self._seconds.values()) - apart
         self._longest = max(self._longest, (self.progress.steps, spent - self._spent), key=itemgetter(1))
         self._spent = spent
 
@@ -156,14 +158,14 @@ class Recorder:
         self._is_loading = True
         self.progress.begin_loading(batches, training)
 
-    def end_loading(self, has_batch: bool) -> None:
-        """Note that it has the batch, or that there is none."""
+    def end_loading(self, has_batch: bool, samples: int = 0) -> None:
+        """Note that it has the batch, or that there is none; with the samples of all ranks in it, if known."""
         if self._is_loading:
             before = self._seconds[LOADING]
             self.mark(self._part_now())
             self._is_loading = False
             self._starting += self.progress.is_first * (self._seconds[LOADING] - before)
-            self.progress.end_loading(has_batch)
+            self.progress.end_loading(has_batch, samples)
 
     def end_validation(self) -> None:
         """Note that no batch of this validation follows."""
@@ -212,7 +214,9 @@ class Recorder:
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "starting": round(self._starting, 4),
             "longest": [self._longest[0], round(self._longest[1], 4)],
+            "compared": round(self.compared, 4),
             "loads_all": self.progress.loads_all,
+            "batch": self.progress.samples,
             "memory": _memory(),
             "process": self._pid,
             "about": self._about,
@@ -234,7 +238,7 @@ class _Shortest:
     def __init__(self) -> None:
         self._steps: list[list[float]] = []  # seconds of waits, by part
         self._waited, self._sums = [0.0] * len(PARTS), 0  # when the last step ended
-        self._least, self._all = [0.0] * len(PARTS), [0.0] * len(PARTS)
+        self._least = [0.0] * len(PARTS)
 
     def end_step(self, waits: Iterable[float], sums: int) -> None:
         """Note the seconds of all waits until now, by part, and the number of synchronizations."""
@@ -245,14 +249,14 @@ class _Shortest:
         if len(self._steps) == _AT_LEAST:
             for part, own in enumerate(zip(*self._steps, strict=True)):
                 self._least[part] += _AT_LEAST * min(own)
-                self._all[part] += sum(own)
             self._steps = []
 
     def of(self, waits: Iterable[float]) -> list[float]:
-        """Return the seconds that the rank has waited in any case; all, until it is known."""
-        unknown = float(not any(self._all))
-        shares = (least / whole if whole else unknown for least, whole in zip(self._least, self._all, strict=True))
-        return [waited * share for waited, share in zip(waits, shares, strict=True)]
+        """Return the seconds that the rank has waited in any case until the last step; all, until it is known."""
+        if not self._steps and not any(self._waited):
+            return [*waits]
+        last = [len(self._steps) * min(own) for own in zip(*self._steps, strict=True)] or [0.0] * len(PARTS)
+        return [before + now for before, now in zip(self._least, last, strict=True)]
 
 
 @functools.cache
@@ -305,7 +309,7 @@ def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:
             has_batch = True
             return batch
         finally:
-            own.end_loading(has_batch)
+            own.end_loading(has_batch, getattr(batches, "samples", None) or 0)
 
     return timed
 

@@ -90,7 +90,7 @@ def ask(job: str | None, answer: str, seconds: float, wanted: str = "") -> str:
         ConfigurationError: There is no such job, it does not answer within ``seconds``, or another command waits for an
             answer.
     """
-    folder = _folder(job)
+    folder = folder_of(job)
     try:
         file = (folder / _REQUEST).open("a")
     except OSError as error:
@@ -140,11 +140,17 @@ def write_answer(path: Path, text: str) -> None:
         written.rename(path)
 
 
-def _folder(job: str | None) -> Path:
-    parent = Path(job or "ddprun-logs")
-    runs_last = sorted(parent.glob("*-*-*"), key=lambda each: (_runs(each), each))
-    found = runs_last or ([] if job is None else [parent])
-    if not found or not found[-1].is_dir():
-        says = "Name the folder of its logs, DIR/TIME, or only DIR, as in --log-dir DIR."
-        raise ConfigurationError(f"there is no {job or 'job in ddprun-logs'}. {says}")
-    return found[-1].resolve()
+def folder_of(job: str | None) -> Path:
+    """Return the folder of a job's logs; of several jobs, that of the newest one that still runs.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    parent = Path(job or ".")
+    if (parent / RUNS).exists() or any(parent.glob("rank-*.log")):
+        return parent.resolve()
+    for each in [parent / "ddprun-logs"] if job is None else [parent, parent / "ddprun-logs"]:
+        if found := sorted(each.glob("*-*-*"), key=lambda one: (_runs(one), one)):
+            return found[-1].resolve()
+    says = "Name the folder of its logs, DIR/TIME, or only DIR, as in --log-dir DIR."
+    raise ConfigurationError(f"there is no job in {job or 'ddprun-logs'}. {says}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ def innermost(text: str) -> str:
         return "Python is still starting there, or has ended" if text else ""
     own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), None)
     inside = frames if own is None else frames[: frames.index(own)]
-    waits = next((words for path, *_ in inside for part, words in _WAITS.items() if part in path), "")
+    called = itertools.takewhile(lambda frame: frame[2] != "<module>", inside)  # an import of these waits for nobody
+    waits = next((words for path, *_ in called for part, words in _WAITS.items() if part in path), "")
     first, second = "{}:{} in {}".format(*(own or frames[0])), [] if own is None else inside[:1]
     more = waits or "".join("in {}:{} in {}".format(*frame) for frame in second)
     return f"{first}, {more}" if more else first

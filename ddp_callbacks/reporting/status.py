@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.recorder import WAITING
-from ddp_callbacks.reporting.requests import STATUS, ask
+from ddp_callbacks.reporting.requests import STATUS, ask, folder_of
 from ddp_callbacks.reporting.summary import in_words, percent, still_for
 
 _TIMEOUT = 10.0  # seconds for the answer of a job
@@ -34,7 +34,8 @@ def show_status(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one table; so does an output that is no terminal")
     parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
     options = parser.parse_args(argv)
-    text = ask(options.job, STATUS, _TIMEOUT, STATUS)
+    job = str(folder_of(options.job))  # also once it has ended, and another one runs
+    text = ask(job, STATUS, _TIMEOUT, STATUS)
     if options.json or options.once or not sys.stdout.isatty():
         print(text if options.json else table(json.loads(text)))
         return 0
@@ -44,7 +45,7 @@ def show_status(argv: Sequence[str]) -> int:
         print(_HOME + "\n".join(lines), flush=True)
         time.sleep(_EVERY)
         try:
-            text = ask(options.job, STATUS, _TIMEOUT, STATUS)
+            text = ask(job, STATUS, _TIMEOUT, STATUS)
         except ConfigurationError as end:
             print(end)
             return 0
@@ -55,7 +56,7 @@ def table(data: Mapping[str, Any]) -> str:
     if not data["is_sent"]:
         return f"{_title(data)}; it was started with --no-report, which leaves out what ddprun status shows"
     if not data["ranks"]:
-        return f"{_title(data)}; no rank has begun to train"
+        return f"{_title(data)}; no rank has begun to train with ddp_callbacks"
     rows = [_HEAD, *(_row(rank) for rank in data["ranks"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]

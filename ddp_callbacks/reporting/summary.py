@@ -1,16 +1,16 @@
 """What follows from the time of the ranks: shares, the rank that sets the pace, one line, and what to try next.
 
-A rank waits for the sums, which take some time in any case, and for the ranks that are slower. The one that waits least
-tells how long the sums take: each rank does, by the steps in which it came last, and the least of them counts, for each
-part. What a rank waits longer, it waits for slower ranks.
+A rank waits for the sums, which take some time in any case (:func:`.collector.in_any_case`), and for ranks that are
+slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, LOADING, PARTS, VALIDATION, WAITING
+from ddp_callbacks.reporting.recorder import BACKWARD, BETWEEN, FORWARD, LOADING, VALIDATION, WAITING
 
 Data = Mapping[str, Any]
 COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
@@ -18,17 +18,15 @@ COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
 )
 _PACE = 0.1  # of the time that the others wait for a rank, so that it is named
 _LITTLE = 0.03  # a share that is not told
+_UNEVEN = 5  # samples of a process: a part of one more takes a fifth longer
 _MUCH, _QUARTER, _LONG, _MOSTLY = 0.15, 0.25, 0.3, 0.6  # shares from which on something is advised
 _SMALL = 0.005  # seconds of a short step
-_ALMOST = 0.9  # of the steps of others, that a rank has taken which was there all the time
 _STILL, _STUCK = 10.0, 5  # seconds without a step, and times as long as one, that may be a hang
 
 
 def parts_of(data: Data) -> list[dict[str, float]]:
     """Return the seconds of each rank by the names of :data:`SHOWN`, in the order of the ranks."""
-    ranks = [(each["seconds"], each["least"], max(each["steps"], 1)) for each in data["ranks"]]
-    least = sum(min((own[part] / steps for _, own, steps in ranks), default=0.0) for part in PARTS)
-    return [_shown(seconds, least * steps) for seconds, _, steps in ranks]
+    return [_shown(each["seconds"], sum(each["least"].values())) for each in data["ranks"]]
 
 
 def _shown(seconds: Data, exchange: float) -> dict[str, float]:
@@ -57,18 +55,19 @@ def has_parts(data: Data) -> bool:
 
 def pace_of(data: Data) -> int | None:
     """Return the place in ``data["ranks"]`` of the rank for which the others wait; ``None`` if they hardly wait."""
-    parts = parts_of(data)
-    waits = [(own[SLOWER], place) for place, own in enumerate(parts) if not data["ranks"][place].get("is_lost")]
-    is_little = not waits or max(waits)[0] - min(waits)[0] < _PACE * max(sum(own.values()) for own in parts)
-    if is_little or not _were_there(data):
-        return None
-    return min(waits)[1]
+    parts, there = parts_of(data), _were_there(data)
+    waits = [
+        (parts[place][SLOWER] / (sum(parts[place].values()) or 1.0), place)
+        for place in there
+        if not data["ranks"][place]["is_lost"]
+    ]
+    return min(waits)[1] if waits and max(waits)[0] - min(waits)[0] > _PACE else None
 
 
-def _were_there(data: Data) -> bool:
-    """Whether all ranks took part from begin to end, so that their waits can be compared."""
+def _were_there(data: Data) -> list[int]:
+    """Return the places of the ranks that took at least half of the steps."""
     steps = [each["steps"] for each in data["ranks"]]
-    return bool(min(steps) > _ALMOST * max(steps))
+    return [place for place, own in enumerate(steps) if own > max(steps) / 2]
 
 
 def still_for(ranks: Sequence[Data]) -> float:
@@ -153,13 +152,28 @@ def one_line(data: Data) -> str:
 def advice(data: Data) -> list[str]:
     """Return what to try next, the most promising first."""
     if not has_parts(data):
-        return ["Start two processes: only then is it measured where the time goes."]
+        return [*_of_job(data), "Start two processes: only then is it measured where the time goes."]
     if since := still_for([rank for rank in data["ranks"] if not rank["is_lost"]]):
         return [f"No rank took a step in the last {in_words(since)}: see what happened, below, and the logs."]
-    return [*_of_ranks(data), *_of_job(data)] or [
+    return [*_of_batch(data), *_of_ranks(data), *_of_job(data)] or [
         "Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "
         "included, and backward."
     ]
+
+
+def _of_batch(data: Data) -> Iterator[str]:
+    """Yield what to do if the samples of a batch cannot be divided well."""
+    samples, count = max(each["batch"] for each in data["ranks"]), len(data["ranks"])
+    if 0 < samples < count:
+        yield (
+            f"A batch has {samples} sample{'s' * (samples > 1)} for {count} processes: {count - samples} compute none "
+            f"of it. Start {samples}, or take larger batches."
+        )
+    elif samples % count and samples < _UNEVEN * count:
+        yield (
+            f"A batch of {samples} samples is divided unevenly among {count} processes: rank 0 has "
+            f"{-(-samples // count)}, the last one {samples // count}. Let its size be a multiple of their number."
+        )
 
 
 def _of_ranks(data: Data) -> Iterator[str]:
@@ -171,16 +185,8 @@ def _of_ranks(data: Data) -> Iterator[str]:
         yield f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. {_to_load_faster(data)}"
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
-        remedy = (
-            stop
-            if (stop := _one_stop(data, pace))
-            else "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
-            if part == OTHER
-            else "look for other work on its machine, let --bind core give each process cores of its own, or start "
-            "fewer processes there."
-        )
-        yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
-    elif (share := shares_of(data)[SLOWER]) > _MUCH and _were_there(data):
+        yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {_remedy(data, pace, part)}"
+    elif (share := shares_of(data)[SLOWER]) > _MUCH and len(_were_there(data)) == len(parts):
         late = [f"{name_of(data, place)} is late {'while ' * (part != OTHER)}{part}" for place, part in _late(parts)]
         why = (
             f"{' and '.join(late)}."
@@ -189,6 +195,19 @@ def _of_ranks(data: Data) -> Iterator[str]:
             "or try --bind core."
         )
         yield f"The ranks wait for each other by turns for {percent(share)} of their time: {why}"
+
+
+def _remedy(data: Data, pace: int, part: str) -> str:
+    """Return what to do about the rank for which the others wait while it is in a part."""
+    if stop := _one_stop(data, pace):
+        return stop
+    if part == OTHER:
+        return "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
+    alone = "" if data["ranks"][pace]["rank"] else "what rank 0 does alone, "
+    return (
+        f"look for {alone}other work on its machine, let --bind core give each process cores of its own, or start "
+        "fewer processes there."
+    )
 
 
 def _one_stop(data: Data, pace: int) -> str:
@@ -234,13 +253,20 @@ def _of_job(data: Data) -> Iterator[str]:
             f"The exchange of gradients takes {percent(shares[EXCHANGING])}: try a larger batch{wire}. Fewer "
             "processes may be as fast."
         )
+    number, longest = max((each["longest"] for each in data["ranks"]), key=itemgetter(1))
+    if pace_of(data) is None and longest > _LONG * max(sum(own.values()) for own in parts):
+        yield f"Step {number} alone took {in_words(longest)}. See what the ranks did there."
     step = max(map(step_of, data["ranks"]))
     if len(parts) > 1 and step < _SMALL:
         yield f"A step takes {step * 1e3:.1f} ms, so there is little to divide: a larger batch gives each process more."
     if shares[OTHER] > _QUARTER:
-        yield (
-            f"{percent(shares[OTHER])} goes by between steps: in the optimizer, checkpoints, callbacks or loggers. "
-            'Trainer(profiler="simple") tells in which; ddprun stacks shows where the ranks are just now.'
+        is_check = sum(each["compared"] for each in data["ranks"]) > _MOSTLY * sum(own[OTHER] for own in parts)
+        what = (
+            "most of it to compare the first batch with one process, which verify=None leaves out."
+            if is_check
+            else "in the optimizer, checkpoints, callbacks or loggers. A profiler, such as Lightning's, tells in "
+            "which; ddprun stacks shows where the ranks are just now."
         )
+        yield f"{percent(shares[OTHER])} goes by between steps: {what}"
     if shares[VALIDATING] > _LONG:
         yield (f"Validation takes {percent(shares[VALIDATING])}: validate less often, or with a larger batch.")

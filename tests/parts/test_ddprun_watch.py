@@ -398,7 +398,16 @@ def wrote(rank: int, stream: str, text: str) -> Report:
 STACK = 'Thread 0x1 (most recent call first):\n  File "/t.py", line 7 in wait\n'
 TRAINS = json.dumps(
     {"seconds": [1.0] * 18, "steps": 9, "epoch": 1, "validation": 0, "stage": "training", "gradients": [0, 0, 0.0]}
-    | {"loads_all": False, "starting": 0.0, "longest": [1, 0.5], "memory": [1], "process": 7, "about": {}}
+    | {
+        "loads_all": False,
+        "starting": 0.0,
+        "compared": 0.0,
+        "batch": 8,
+        "longest": [1, 0.5],
+        "memory": [1],
+        "process": 7,
+        "about": {},
+    }
 )
 
 

@@ -146,6 +146,10 @@ Current thread 0x2 (most recent call first):
 """
 WAITS = '  File "/env/site-packages/ddp_callbacks/process_group/failures.py", line 246 in _wait_slice\n'
 LOGS = '  File "/env/site-packages/wandb/run.py", line 1 in log\n'
+IMPORTS = (
+    '  File "/usr/lib/python3.11/dataclasses.py", line 433 in _create_fn\n'
+    '  File "/env/site-packages/torch/distributed/tensor/_ops.py", line 442 in <module>\n'
+)
 MINE = '  File "/home/me/train.py", line 12 in training_step\n  File "/home/me/train.py", line 40 in <module>\n'
 
 
@@ -157,6 +161,7 @@ def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> 
     assert innermost(STACKS + loads + MINE) == f"{own}, waiting for a worker of a DataLoader"
     assert innermost(STACKS + LOGS + MINE) == f"{own}, in /env/site-packages/wandb/run.py:1 in log"
     assert innermost(STACKS + WAITS) == f"/env/site-packages/{library}, waiting for other ranks"
+    assert innermost(STACKS + IMPORTS + MINE) == f"{own}, in /usr/lib/python3.11/dataclasses.py:433 in _create_fn"
     assert innermost(STACKS) == "Python is still starting there, or has ended"
     lines = {"0": innermost(STACKS + WAITS + MINE), "1": innermost(STACKS + MINE), "2": innermost("")}
     assert summary(lines) == [

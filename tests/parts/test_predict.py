@@ -163,10 +163,15 @@ def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, b
 
     def times(steps: int) -> dict[str, Any]:
         waits = dict.fromkeys(PARTS, 0.0) | {"between steps": between * steps}
-        return {"steps": steps, "seconds": dict.fromkeys(PARTS, compares + each * steps), "waits": waits}
+        return {
+            "steps": steps,
+            "validation": steps // 10,
+            "seconds": dict.fromkeys(PARTS, compares + each * steps),
+            "waits": waits,
+        }
 
     said = [
-        times(steps) | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "about": {"threads": 1}}
+        times(steps) | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "batch": 64}
         for n, (node, steps) in enumerate(ranks)
     ]
     return {"command": ["t.py"], "ranks": said}
@@ -194,9 +199,10 @@ def test_a_mean_says_how_uneven_its_steps_are() -> None:
 
 FEW = Measured(1, 1, 0.05, 0.0, 0.0, 0.0, MiB, steps=500)
 MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
+VALIDATES = replace(FEW, validation=0.05, validations=5)
 MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
-ONE_IS_FASTER = "One process trains faster here than several: start one per machine (--nproc-per-node 1)."
-LEFT_OUT = "Left out: validations."
+ONE_IS_FASTER = "One process trains faster here than several: on several machines, start one on each."
+LEFT_OUT = "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
 
 
 @pytest.mark.parametrize(
@@ -207,6 +213,7 @@ LEFT_OUT = "Left out: validations."
         (FEW, replace(MANY, spread=0.5), [MEANS.format(500, 50)]),
         (FEW, replace(MANY, seconds=0.06), [ONE_IS_FASTER]),
         (FEW, replace(MANY, validation=0.02), [LEFT_OUT]),
+        (VALIDATES, replace(MANY, validation=0.02, validations=5), ["Validations are 50 % and 40 % of that."]),
     ],
 )
 def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
@@ -214,6 +221,25 @@ def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
 ) -> None:
     first, *more, _ = [*itertools.takewhile(bool, predict.lines(predict.predict(few, many, NETWORK, (EXACT,)))), ""]
     assert first.startswith("Measured: ") and more == says
+
+
+def test_validations_which_gain_little_count_as_often_as_in_the_longer_run() -> None:
+    few = replace(FEW, seconds=0.04, validation=0.04, validations=4, steps=400)
+    many = replace(MANY, seconds=0.02, backward=0.01, validation=0.04 * 100 / 150, validations=1, steps=150)
+    found = predict.predict(few, many, NETWORK, (EXACT,))
+    assert [run["seconds"] for run in found["measured"]] == pytest.approx([0.08, 0.06])
+
+
+@pytest.mark.parametrize(("samples", "machines"), [(4, 2), (6, 4)])
+def test_more_processes_than_samples_gain_nothing(samples: int, machines: int) -> None:
+    few, many = (replace(each, samples=samples) for each in (FEW, replace(MANY, seconds=0.026, backward=0.015)))
+    network = Network(0.0, 1e15)
+    found = predict.predict(few, many, network, (EXACT,))
+    assert predict.pays_until(found)["machines"] == machines
+    times = {row["machines"]: row["ways"]["exact"] for row in found["predicted"]}
+    assert times[1024]["divided"] == pytest.approx(times[machines]["divided"], rel=1e-3)
+    assert times[1024]["grown"] > 500
+    assert f"A batch has {samples} samples, so more than {samples} processes cannot divide it." in predict.lines(found)
 
 
 def test_runs_are_compared_with_validations_or_both_without() -> None:

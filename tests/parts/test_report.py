@@ -30,10 +30,10 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.run import take_request
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.reporting import page, recorder, summary
-from ddp_callbacks.reporting.collector import Collector
+from ddp_callbacks.reporting.collector import Collector, in_any_case
 from ddp_callbacks.reporting.progress import Progress
 from ddp_callbacks.reporting.recorder import PARTS, Recorder
-from ddp_callbacks.reporting.requests import RUNS, _folder, ask, hold, new_folder, take_requests
+from ddp_callbacks.reporting.requests import RUNS, ask, folder_of, hold, new_folder, take_requests
 from ddp_callbacks.reporting.status import show_status, table
 from ddp_callbacks.reporting.stopwatch import Stopwatch, begin_wait, end_wait
 from ddp_callbacks.reporting.trace import Span, write
@@ -57,9 +57,11 @@ def job(*ranks: dict[str, float], steps: int = 1000, nodes: int = 1, **more: Any
                 "node": f"node{number % nodes}",
                 "seconds": EVEN | own,
                 "waits": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
-                "least": NO_TIME | {"waiting": (EVEN | own)["waiting"]},
+                "least": NO_TIME | {"waiting": min((EVEN | each)["waiting"] for each in ranks)},
                 "loads_all": False,
                 "starting": 0.0,
+                "compared": 0.0,
+                "batch": 64,
                 "longest": [1, 0.5],
                 "steps": steps,
                 "samples": [(9.0, 0), (50.0, steps // 2), (90.0, steps)],
@@ -91,10 +93,9 @@ def stopped(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_turns(data: dict[str, Any]) -> dict[str, Any]:
-    """Let each rank wait for the gradients or before, of which the other one waits little."""
-    for number, rank in enumerate(data["ranks"]):
-        waited = rank["seconds"]["waiting"]
-        rank["least"] = NO_TIME | {("in forward", "waiting")[number]: waited}
+    """Let some rank wait little, another one in each step."""
+    for rank in data["ranks"]:
+        rank["least"] = NO_TIME
     return data
 
 
@@ -171,12 +172,34 @@ ADVICE = {
     "exchange": (job({"waiting": 90.0}, {"waiting": 90.0}), ["The exchange of gradients takes 58 %"]),
     "between": (
         job({"between steps": 90.0}, {"between steps": 90.0}),
-        ["56 % goes by between steps: in the optimizer, checkpoints, callbacks or loggers. Trainer(profiler="],
+        ["56 % goes by between steps: in the optimizer, checkpoints, callbacks or loggers. A profiler, such as"],
     ),
     "validation": (job({"validation": 90.0}, {"validation": 90.0}), ["Validation takes 55 %"]),
     "the first batches take long": (
         job({"loading": 60.0}, {"loading": 60.0}, starting=50.0),
         ["Each rank loads for 44 % of its time. Most of that is the first batch of each epoch: persist"],
+    ),
+    "more processes than samples": (
+        job({}, FAST, SLOW, batch=2),
+        ["A batch has 2 samples for 3 processes: 1 compute none of it. Start 2, or", "The others wait for rank 0"],
+    ),
+    "uneven parts": (
+        job({}, {}, batch=3),
+        ["A batch of 3 samples is divided unevenly among 2 processes: rank 0 has 2"],
+    ),
+    "almost even parts": (job({}, {}, batch=31), ["Nothing stands out"]),
+    "rank 0 is slow": (
+        job(SLOW, FAST),
+        ["The others wait for rank 0, most of all while it is computing: look for what r"],
+    ),
+    "one step was long on all": (job({}, {}, longest=[41, 30.0]), ["Step 41 alone took 30 s. See what the ranks did"]),
+    "one step was long on a process alone": (
+        job({"waiting": 0.0}, longest=[41, 30.0]),
+        ["Step 41 alone took 30 s.", "Start two processes"],
+    ),
+    "compared for long": (
+        job({"between steps": 90.0}, {"between steps": 90.0}, compared=80.0),
+        ["56 % goes by between steps: most of it to compare the first batch with one process, which verify=None"],
     ),
     "it hung": (job({}, {"waiting": 90.0}, stepped=60.0), ["No rank took a step in the last 60 s: see what happened"]),
     "one was replaced": (replaced(job({"waiting": 60.0}, {})), ["Nothing stands out"]),
@@ -245,7 +268,18 @@ def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * 3 * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
     known |= {"loads_all": False, "stage": "training", "starting": 0.0, "longest": [1, 0.5]}
+    known |= {"compared": 0.0, "batch": 64}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
+
+
+def test_ranks_that_are_slow_one_after_the_other_make_no_long_exchange() -> None:
+    # Rank 0 is late for 50 s, then rank 1: each waits for nobody in its half.
+    waits = [[0.1 * max(when - 50, 0) for when in range(100)], [0.1 * min(when, 50) for when in range(100)]]
+    ranks = [[(float(when), 10 * when, [0.0] * 15 + [own[when], 0.0, 0.0]) for when in range(100)] for own in waits]
+    found = in_any_case(ranks)
+    assert all(sum(own) < 0.1 * 5 for own in found), found  # of 5 s
+    alone = in_any_case(ranks[:1])
+    assert sum(alone[0]) == pytest.approx(4.9)
 
 
 def test_a_successor_adds_to_what_its_rank_has_done() -> None:
@@ -340,7 +374,17 @@ def test_a_command_asks_the_newest_job_that_still_runs_and_none_whose_ddprun_was
         if number in killed:
             with pytest.raises(ConfigurationError, match=f"^the job of {folder} has ended"):
                 ask(str(folder), "stacks.txt", 60.0)
-    assert _folder(str(tmp_path)) == folders[chosen]
+    assert folder_of(str(tmp_path)) == folders[chosen]
+
+
+def test_a_command_finds_the_jobs_of_a_folder_and_says_if_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"^there is no job in {tmp_path}. Name the folder of its logs"):
+        folder_of(str(tmp_path))
+    folder = new_folder(str(tmp_path / "ddprun-logs"))
+    assert folder_of(str(tmp_path)) == folder_of(str(folder.parent)) == folder_of(str(folder)) == folder
+    (folder / RUNS).unlink()
+    (folder / "rank-0.log").touch()
+    assert folder_of(str(folder)) == folder
 
 
 def test_a_command_without_a_job_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +394,7 @@ def test_a_command_without_a_job_says_how_to_name_one(tmp_path: Path, monkeypatc
 
 
 def test_a_job_in_which_no_rank_trains_says_so() -> None:
-    assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train")
+    assert table(Collector(["train.py"]).data()).endswith("; no rank has begun to train with ddp_callbacks")
 
 
 def test_a_job_without_a_report_says_that_status_needs_it() -> None:

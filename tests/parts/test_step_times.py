@@ -57,7 +57,7 @@ CASES = {
                 (
                     0,
                     FORWARD.format("2.2", "median", "median").replace(
-                        "in forward (41 ms, median 14", "between steps (50 ms, median 10"
+                        "in forward (41 ms, median 14", "loading or between steps (50 ms, median 10"
                     ),
                 )
             ]
