@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from ddp_callbacks.reporting.recorder import PARTS
@@ -172,7 +174,8 @@ def in_any_case(ranks: Sequence[Sequence[tuple[float, int, list[float]]]]) -> li
 
 def _until(samples: Sequence[tuple[float, int, list[float]]], when: float) -> tuple[int, list[float]]:
     """Return the steps until then, and the seconds of waits in any case."""
-    _, steps, spent = next((each for each in reversed(samples) if each[0] <= when), (0.0, 0, [0.0] * 3 * len(PARTS)))
+    number = bisect.bisect_right(samples, when, key=itemgetter(0))
+    _, steps, spent = samples[number - 1] if number else (0.0, 0, [0.0] * len(PARTS))
     return steps, spent[-len(PARTS) :]
 
 

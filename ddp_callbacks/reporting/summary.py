@@ -87,7 +87,13 @@ def times_as_fast(data: Data) -> float:
         shared += max(own[LOADS] for own in parts)
     else:
         divided += sum(own[LOADS] for own in parts)
-    return (divided + shared) / (sum(sum(own.values()) for own in parts) / len(parts) or 1.0)
+    times = (divided + shared) / (sum(sum(own.values()) for own in parts) / len(parts) or 1.0)
+    return min(times, _samples(data) or times)  # a process without a sample repeats what another one computes
+
+
+def _samples(data: Data) -> int:
+    """Return the samples of a batch, on all processes; 0 if unknown."""
+    return max((each["batch"] for each in data["ranks"]), default=0)
 
 
 def _load_all(data: Data) -> bool:
@@ -163,7 +169,7 @@ def advice(data: Data) -> list[str]:
 
 def _of_batch(data: Data) -> Iterator[str]:
     """Yield what to do if the samples of a batch cannot be divided well."""
-    samples, count = max(each["batch"] for each in data["ranks"]), len(data["ranks"])
+    samples, count = _samples(data), len(data["ranks"])
     if 0 < samples < count:
         yield (
             f"A batch has {samples} sample{'s' * (samples > 1)} for {count} processes: {count - samples} compute none "

@@ -127,6 +127,11 @@ LINES = {
         "1 process, 2.2 min of training: 46 % computing, 50 % loading, 4 % between steps",
     ),
     "alone, and its loader is not ours": (job({"waiting": 0.0}), "1 process, 65 s of training"),
+    "one sample for two": (
+        job({}, {}, batch=1),
+        "2 processes, 75 s of training: 80 % computing, 13 % exchanging gradients, 7 % between steps; at most 1.0 "
+        "times as fast as one",
+    ),
     "nobody trains": (job({}, {}, steps=0), ""),
 }
 
