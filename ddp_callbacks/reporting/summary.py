@@ -187,8 +187,10 @@ def _of_ranks(data: Data) -> Iterator[str]:
     parts = parts_of(data)
     loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts]
     if max(loads) > _MUCH:
-        who = name_of(data, loads.index(max(loads))) if max(loads) > 1.5 * min(loads) else "each rank"
-        yield f"{who[0].upper()}{who[1:]} loads for {percent(max(loads))} of its time. {_to_load_faster(data)}"
+        who, share = name_of(data, loads.index(max(loads))), max(loads)
+        if share < 1.5 * min(loads):
+            who, share = "each rank", shares_of(data)[LOADS]
+        yield f"{who[0].upper()}{who[1:]} loads for {percent(share)} of its time. {_to_load_faster(data)}"
     if (pace := pace_of(data)) is not None:
         part = _excess(parts, pace)
         yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {_remedy(data, pace, part)}"
