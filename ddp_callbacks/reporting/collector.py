@@ -166,6 +166,7 @@ def in_any_case(ranks: Sequence[Sequence[tuple[float, int, list[float]]]]) -> li
         for part in range(len(PARTS)):
             waits = [after[part] - earlier[part] for (_, after), (_, earlier) in zip(now, before, strict=True)]
             least = min((each / taken for each, taken in zip(waits, steps, strict=True) if taken > 0), default=0.0)
+            least = max(least, 0.0)  # at first, all waits were taken for such
             for own, taken in zip(found, steps, strict=True):
                 own[part] += least * max(taken, 0)
         before = now

@@ -204,7 +204,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"These are means of {halves}: --seconds for more."
     if few["validations"] and many["validations"]:
         shares = " and ".join(percent(run["validation"] / run["seconds"]) for run in (few, many))
-        yield f"Validations are {shares} of that."
+        counts = f"{few['validations']} and {many['validations']} of them"
+        yield f"Validations are {shares} of that, by {counts}: --seconds for more."
     elif few["validation"] or many["validation"]:
         yield "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1:

@@ -179,6 +179,7 @@ class Recorder:
         if self._has_begun:
             self.mark(self._part_now()) if self._is_cut else self._mark_rest()
         self._has_begun = self._is_loading = self.progress.validates = False
+        self._shortest.count()
         self.send()
 
     def _mark_rest(self) -> None:
@@ -238,7 +239,7 @@ class _Shortest:
     def __init__(self) -> None:
         self._steps: list[list[float]] = []  # seconds of waits, by part
         self._waited, self._sums = [0.0] * len(PARTS), 0  # when the last step ended
-        self._least = [0.0] * len(PARTS)
+        self._least, self._is_known = [0.0] * len(PARTS), False
 
     def end_step(self, waits: Iterable[float], sums: int) -> None:
         """Note the seconds of all waits until now, by part, and the number of synchronizations."""
@@ -247,16 +248,17 @@ class _Shortest:
             self._steps.append([now - before for now, before in zip(waited, self._waited, strict=True)])
         self._waited, self._sums = waited, sums
         if len(self._steps) == _AT_LEAST:
-            for part, own in enumerate(zip(*self._steps, strict=True)):
-                self._least[part] += _AT_LEAST * min(own)
-            self._steps = []
+            self.count()
+
+    def count(self) -> None:
+        """Count the steps since the last ones that were counted."""
+        for part, own in enumerate(zip(*self._steps, strict=True)):
+            self._least[part] += len(self._steps) * min(own)
+        self._is_known, self._steps = self._is_known or bool(self._steps), []
 
     def of(self, waits: Iterable[float]) -> list[float]:
-        """Return the seconds that the rank has waited in any case until the last step; all, until it is known."""
-        if not self._steps and not any(self._waited):
-            return [*waits]
-        last = [len(self._steps) * min(own) for own in zip(*self._steps, strict=True)] or [0.0] * len(PARTS)
-        return [before + now for before, now in zip(self._least, last, strict=True)]
+        """Return the seconds that the rank has waited in any case; all, until it is known. They never get fewer."""
+        return self._least.copy() if self._is_known else [*waits]
 
 
 @functools.cache

@@ -150,7 +150,7 @@ def folder_of(job: str | None) -> Path:
     if (parent / RUNS).exists() or any(parent.glob("rank-*.log")):
         return parent.resolve()
     for each in [parent / "ddprun-logs"] if job is None else [parent, parent / "ddprun-logs"]:
-        if found := sorted(each.glob("*-*-*"), key=lambda one: (_runs(one), one)):
+        if found := sorted(filter(Path.is_dir, each.glob("*-*-*")), key=lambda one: (_runs(one), one)):
             return found[-1].resolve()
     says = "Name the folder of its logs, DIR/TIME, or only DIR, as in --log-dir DIR."
     raise ConfigurationError(f"there is no job in {job or 'ddprun-logs'}. {says}")

@@ -18,7 +18,7 @@ COMPUTING, LOADS, EXCHANGING, SLOWER, OTHER, VALIDATING = SHOWN = (
 )
 _PACE = 0.1  # of the time that the others wait for a rank, so that it is named
 _LITTLE = 0.03  # a share that is not told
-_UNEVEN = 5  # samples of a process: a part of one more takes a fifth longer
+_UNEVEN = 10  # samples of a process: a part of one more takes a tenth longer
 _MUCH, _QUARTER, _LONG, _MOSTLY = 0.15, 0.25, 0.3, 0.6  # shares from which on something is advised
 _SMALL = 0.005  # seconds of a short step
 _STILL, _STUCK = 10.0, 5  # seconds without a step, and times as long as one, that may be a hang
@@ -61,7 +61,9 @@ def pace_of(data: Data) -> int | None:
         for place in there
         if not data["ranks"][place]["is_lost"]
     ]
-    return min(waits)[1] if waits and max(waits)[0] - min(waits)[0] > _PACE else None
+    least, most = min(waits, default=(0.0, 0)), max(waits, default=(0.0, 0))
+    is_alone = most[0] - least[0] > _PACE and least[0] < most[0] / 3  # else others are late as well, at other times
+    return least[1] if is_alone else None
 
 
 def _were_there(data: Data) -> list[int]:
@@ -175,11 +177,17 @@ def _of_batch(data: Data) -> Iterator[str]:
             f"A batch has {samples} sample{'s' * (samples > 1)} for {count} processes: {count - samples} compute none "
             f"of it. Start {samples}, or take larger batches."
         )
-    elif samples % count and samples < _UNEVEN * count:
+    elif _is_uneven(data):
         yield (
             f"A batch of {samples} samples is divided unevenly among {count} processes: rank 0 has "
             f"{-(-samples // count)}, the last one {samples // count}. Let its size be a multiple of their number."
         )
+
+
+def _is_uneven(data: Data) -> bool:
+    """Whether the first ranks have much more samples of a batch than the last ones."""
+    samples, count = _samples(data), len(data["ranks"])
+    return 0 < samples < _UNEVEN * count and samples % count > 0
 
 
 def _of_ranks(data: Data) -> Iterator[str]:
@@ -191,10 +199,15 @@ def _of_ranks(data: Data) -> Iterator[str]:
         if share < 1.5 * min(loads):
             who, share = "each rank", shares_of(data)[LOADS]
         yield f"{who[0].upper()}{who[1:]} loads for {percent(share)} of its time. {_to_load_faster(data)}"
-    if (pace := pace_of(data)) is not None:
-        part = _excess(parts, pace)
-        yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {_remedy(data, pace, part)}"
-    elif (share := shares_of(data)[SLOWER]) > _MUCH and len(_were_there(data)) == len(parts):
+    share, pace = shares_of(data)[SLOWER], pace_of(data)
+    part = None if pace is None else _excess(parts, pace)
+    if pace is not None and part is not None and _beyond(parts, pace, part) > 0:
+        if not (part == COMPUTING and _is_uneven(data)):
+            remedy = _remedy(data, pace, part)
+            yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
+    elif share > _MUCH and (pace is not None or len(_were_there(data)) < len(parts)):
+        yield f"{percent(share)} went by while ranks waited for one that was lost or stopped: see what happened, below."
+    elif share > _MUCH:
         late = [f"{name_of(data, place)} is late {'while ' * (part != OTHER)}{part}" for place, part in _late(parts)]
         why = (
             f"{' and '.join(late)}."

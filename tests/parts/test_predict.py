@@ -213,7 +213,11 @@ LEFT_OUT = "Left out: validations, of which one run had none. Let both train for
         (FEW, replace(MANY, spread=0.5), [MEANS.format(500, 50)]),
         (FEW, replace(MANY, seconds=0.06), [ONE_IS_FASTER]),
         (FEW, replace(MANY, validation=0.02), [LEFT_OUT]),
-        (VALIDATES, replace(MANY, validation=0.02, validations=5), ["Validations are 50 % and 40 % of that."]),
+        (
+            VALIDATES,
+            replace(MANY, validation=0.02, validations=5),
+            ["Validations are 50 % and 40 % of that, by 5 and 5 of them: --seconds for more."],
+        ),
     ],
 )
 def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(

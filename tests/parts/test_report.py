@@ -186,7 +186,7 @@ ADVICE = {
     ),
     "more processes than samples": (
         job({}, FAST, SLOW, batch=2),
-        ["A batch has 2 samples for 3 processes: 1 compute none of it. Start 2, or", "The others wait for rank 0"],
+        ["A batch has 2 samples for 3 processes: 1 compute none of it. Start 2, or take larger batches."],
     ),
     "uneven parts": (
         job({}, {}, batch=3),
@@ -207,7 +207,19 @@ ADVICE = {
         ["56 % goes by between steps: most of it to compare the first batch with one process, which verify=None"],
     ),
     "it hung": (job({}, {"waiting": 90.0}, stepped=60.0), ["No rank took a step in the last 60 s: see what happened"]),
-    "one was replaced": (replaced(job({"waiting": 60.0}, {})), ["Nothing stands out"]),
+    "one was replaced": (
+        replaced(job({"waiting": 60.0}, {})),
+        ["25 % went by while ranks waited for one that was lost or stopped: see what happened"],
+    ),
+    "one was stopped": (
+        job({"waiting": 30.0}, {"in forward": 10.0, "in backward": 20.0, "between steps": 2.0, "waiting": 0.0}),
+        ["24 % went by while ranks waited for one that was lost or stopped: see what happened"],
+    ),
+    "two are late, one after the other": (
+        by_turns(job({"waiting": 30.0}, {"waiting": 30.0}, EVEN | {"in forward": 0.0, "waiting": 50.0}, batch=66)),
+        ["The ranks wait for each other by turns"],
+    ),
+    "uneven parts that take unequal times": (job(SLOW, FAST, batch=3), ["A batch of 3 samples is divided unevenly"]),
     "short steps": (job({}, {}, steps=30_000), ["A step takes 2.5 ms"]),
     "only steps are marked": (job({"waiting": 0.0}), ["Start two processes"]),
 }
