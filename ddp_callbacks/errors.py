@@ -126,6 +126,11 @@ def reader_of(name: str) -> str | None:
     return None if root in _OURS else f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
 
 
+def is_called_by_us() -> bool:
+    """Whether the code that calls the caller of this is ours."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("ddp_callbacks.")
+
+
 @contextmanager
 def _telling_ddprun(text: str) -> Iterator[None]:
     """Inside, tell ddprun that the warning ``text`` is shown, unless a filter of the program suppresses it."""

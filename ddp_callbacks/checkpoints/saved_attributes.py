@@ -98,11 +98,11 @@ def set_attributes(module: Any, values: Mapping[str, Any]) -> None:
         owner, _, attribute = name.rpartition(".")
         if owner not in parts:
             continue
-        if attribute in getattr(parts[owner], "_parameters", ()):
-            getattr(parts[owner], attribute).data.copy_(value)
+        if isinstance(found := getattr(parts[owner], attribute, None), torch.nn.Parameter):
+            found.data.copy_(value)
         elif not isinstance(value, GeneratorState):
             setattr(parts[owner], attribute, value)
-        elif isinstance(found := getattr(parts[owner], attribute, None), generator_types()):
+        elif isinstance(found, generator_types()):
             set_state_of(found, value.state)
         else:
             warn(f"{type(module).__name__}.{name}: the generator starts again. Make it in __init__, to keep its state.")

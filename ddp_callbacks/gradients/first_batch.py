@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ddp_callbacks.batch_norm.layers import synchronize_copy
 from ddp_callbacks.comm.collectives import all_reduce, any_rank
 from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, is_called_by_us
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -25,6 +26,13 @@ Weight = Callable[[], tuple[float, float | None]]
 """The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
 
 PURPOSE = "the comparison of a batch's gradients"
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv"),
+)
+"""Functions of ``torch.distributed`` that communicate."""
+
 _COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
 
 
@@ -46,6 +54,21 @@ class Computation:
     logged: Callable[[], Mapping[str, float]] = dict
     draws: WholeDraws | None = None
 
+    def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
+        """Return the loss of a batch. Ranks have other parts here than in training, so steps must not communicate.
+
+        Raises:
+            ConfigurationError: The step has called a function of :data:`COLLECTIVES`, which was not begun.
+        """
+        originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        for name, original in originals.items():
+            setattr(dist, name, _refused(name, original))
+        try:
+            return self.loss_of(copies, batch)
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
     def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
         """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""
         if self.draws is not None and rows is not None:
@@ -56,6 +79,21 @@ class Computation:
             if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
                 layer.dropout = 0.0
         return nullcontext()
+
+
+def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective that only this library may call."""
+
+    @functools.wraps(original)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if is_called_by_us():  # synchronized layers
+            return original(*args, **kwargs)
+        raise ConfigurationError(
+            f'verify="first_batch" cannot compare a step that communicates (torch.distributed.{name}): it computes '
+            "other parts of the batch than training. Leave out verify."
+        )
+
+    return refused
 
 
 class FirstBatch(NamedTuple):

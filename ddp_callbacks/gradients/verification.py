@@ -215,7 +215,7 @@ def check_logged(
         with ExitStack() as stack:
             copies = attempt(lambda: copies_of(computation, stack, is_strict=False))
             with computation.drawing(rows, copies):
-                attempt(lambda: (computation.loss_of(copies, batch),))
+                attempt(lambda: (computation.compute(copies, batch),))
             return _weighed(computation.logged(), fraction)
 
     with _warning(f"What {step} logs", "verify=None leaves the comparison out.", group):
@@ -278,7 +278,7 @@ def _compare(
         with ExitStack() as stack:
             copies = attempt(lambda: copies_of(computation, stack, is_strict))
             stack.enter_context(computation.drawing(rows, copies))
-            loss = attempt(lambda: computation.loss_of(copies, batch))
+            loss = attempt(lambda: computation.compute(copies, batch))
             fraction = weigh()
             logged = _weighed(computation.logged(), fraction)
             return fraction, attempt(lambda: weighed_gradients(loss, fraction, copies[0])), logged

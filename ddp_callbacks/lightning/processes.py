@@ -198,7 +198,10 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
                 "evenly. Sum or pad the tensors first, or use a torchmetrics metric."
             )
         if is_lightnings:
-            return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
+            gathered = cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
+            if gathered.requires_grad:  # gloo mixes up the numbers of a gradient that is not contiguous
+                gathered.register_hook(torch.Tensor.contiguous)
+            return gathered
         return torch.stack([part for _, part in sent]).to(tensor.device)
 
     def _is_alone(self) -> bool:

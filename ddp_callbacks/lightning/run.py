@@ -26,6 +26,7 @@ from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_s
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
+from ddp_callbacks.lightning.packages import ROOTS
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
@@ -290,7 +291,9 @@ class Run:
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = self._joined(closure)
-        return step(closure)
+        is_users = self._is_automatic or closure.__module__.partition(".")[0] not in ROOTS
+        with nullcontext() if is_users else self._draws.aside():  # amid a step by hand: noise for all parameters
+            return step(closure)
 
     def end_batch(self) -> None:
         """End a padding batch: remove its traces in metrics and running statistics, and give hooks back."""

@@ -1171,11 +1171,20 @@ def layers_that_draw(strategy: Any) -> Any:
     return fit(strategy, Drawing(), *loaders, val_check_interval=2, accumulate_grad_batches=2)
 
 
+class NoisySGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in filter(lambda each: each.grad is not None, group["params"]):
+                gradient = parameter.grad.add(parameter, alpha=0.01)
+                parameter.grad = gradient + 0.01 * torch.randn_like(gradient)
+        return super().step(closure)
+
+
 class DrawsByHand(Drawing):
-    """Two losses a step, as of a generator and its critic."""
+    """Two losses a step, as of a generator and its critic. The optimizer draws, too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(optimizer=lambda net: NoisySGD(net.parameters(), 0.1))
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

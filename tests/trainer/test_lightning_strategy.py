@@ -73,6 +73,18 @@ def test_the_strategy_answers_exactly_and_alike_on_all_ranks() -> None:
     fit(OURS, callbacks=[LambdaCallback(on_train_start=ask)], max_steps=1)
 
 
+WEIGHTS = torch.arange(12.0).reshape(3, 4)
+
+
+def gradient_of_gathered(strategy: Any) -> torch.Tensor:
+    """It comes back transposed, as a contrastive loss makes it."""
+    own = torch.ones(2, 3, requires_grad=True)
+    gathered = strategy.all_gather(own, sync_grads=True).flatten(0, 1)
+    (gathered.t().contiguous() * WEIGHTS).sum().backward()
+    assert own.grad is not None
+    return own.grad
+
+
 def ask(made: pl.Trainer, module: Any) -> None:
     """In the middle of a run."""
     rank, strategy = dist.get_rank(), made.strategy
@@ -87,6 +99,7 @@ def ask(made: pl.Trainer, module: Any) -> None:
         (reduce(torch.full((2,), 300.0, dtype=torch.float16)), torch.full((2,), 300.0, dtype=torch.float16)),
         (reduce(torch.tensor(rank == 1), reduce_op="sum"), torch.tensor(1)),
         (strategy.all_gather(torch.full((2,), float(rank))), torch.tensor([[0.0, 0.0], [1.0, 1.0]])),
+        (gradient_of_gathered(strategy), 2 * WEIGHTS[:, 2 * rank : 2 * rank + 2].t()),
     ):
         torch.testing.assert_close(found, right, rtol=0, atol=0)
     decided = [decide(rank == 0), decide(True), decide(rank == 0, all=False), decide(False, all=False)]

@@ -690,6 +690,26 @@ def test_later_comparisons_leave_no_trace() -> None:
             assert_equal(run(kind), run(kind, verify=None), 0.0)
 
 
+class GathersByHand(Net):
+    """As contrastive losses do. Parts of other sizes would end the process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        parts = [torch.empty_like(batch[0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_a_step_that_communicates_is_not_compared() -> None:
+    assert told(lambda: fit(CallbackStrategy(), GathersByHand(), loader(24, 8), max_epochs=1)) == ""
+    says = "cannot compare a step that communicates (torch.distributed.all_gather)"
+    strict = CallbackStrategy(verify="first_batch")
+    assert says in outcome(lambda: fit(strict, GathersByHand(), loader(24, 8), max_epochs=1))
+    parts = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(parts, torch.ones(1))
+    assert parts[1] == 1
+
+
 class Averaged(nn.Module):
     """A loss that is divided by a running mean of itself."""
 
