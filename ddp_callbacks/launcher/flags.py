@@ -107,7 +107,7 @@ START = (
     Flag("--heartbeat-timeout", f"a node is lost after (default: {PATIENCE:g})", "SECONDS", PATIENCE, _SECONDS),
 )
 END = (
-    Flag("--grace", "time for a checkpoint when it is asked to stop", "SECONDS", type=_POSITIVE, usual=True),
+    Flag("--grace", "time for a checkpoint if asked to stop (default: 2.5)", "SECONDS", type=_POSITIVE, usual=True),
     Flag("--keep-going", "survive killed processes and lost nodes, with our callback or strategy", usual=True),
     Flag("--time-limit", "end after this time; it is asked to stop --grace earlier", "SECONDS", type=_POSITIVE),
     Flag("--requeue", f"requeue the Slurm or PBS job if all processes exited with {EXIT_PREEMPTED}"),
