@@ -36,6 +36,8 @@ Each line is JSON, and adds to what the lines before it say, or changes it:
   how often that has changed, and how often the process of a rank was replaced. Ranks that have exited with code 0 stay.
 - ``{"stores": {"1 [...]": ["10.0.0.2", 41234]}}``: where members that form a group meet. Their rank 0 has written this
   line to the file that TORCHELASTIC_ERROR_FILE names, since the first node, with the first store, may be lost.
+
+A rank that is preempted writes ``{"preempted": true}`` there once its checkpoint is written.
 """
 
 REPORT = "DDP_CALLBACKS_REPORT"

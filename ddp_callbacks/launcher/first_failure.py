@@ -123,6 +123,7 @@ class End:
         over_since: When it was heard that its program is over; infinite until then.
         kept_by: The names of the threads that kept it running then, if no exception ended the program.
         if_done: What to say if the job is done, with exit code 0.
+        is_preempted: Whether it has written its checkpoint, and only ends.
     """
 
     node: str
@@ -137,6 +138,7 @@ class End:
     over_since: float = math.inf
     kept_by: tuple[str, ...] = ()
     if_done: str = ""
+    is_preempted: bool = False
 
     def hear(self, stream: str, data: bytes) -> None:
         """Take what the rank has written to a stream other than its standard output."""
@@ -145,7 +147,7 @@ class End:
             return
         said = _last_json(self.text("f"))
         record, self.kept_by = read_record(self.text("f"), 0.0), tuple(said.get("kept_by", ()))
-        self.if_done = said.get("if_done", "")
+        self.if_done, self.is_preempted = said.get("if_done", ""), self.is_preempted or "preempted" in said
         if self.kept_by or (record and record.is_over):
             self.over_since = min(self.over_since, time.monotonic())
             self.printed = replace(record, began=self.over_since) if record else None
@@ -172,6 +174,8 @@ class End:
         self.code, self.ended_by, self.order = code, signal, time.monotonic()
         self.printed = read_record(self.text("f"), now - self.order)
         self.is_ours = is_ending and signal in (None, "SIGINT", "SIGTERM", "SIGKILL")
+        if self.is_ours and signal and self.is_preempted:  # Python's end has taken longer than --grace
+            self.code = EXIT_PREEMPTED
         # C++ aborts after an exception that ends the interpreter.
         if signal and not self.is_ours and not (signal == "SIGABRT" and self.printed):
             by = f"ddprun, as it was stopped (by SIGSTOP, say) for {stopped:g} s" if stopped else signal

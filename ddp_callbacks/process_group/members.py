@@ -55,7 +55,7 @@ class Members:
             PeerError: The launcher has given this process up.
         """
         if self.is_new and not self._is_listed():
-            _tell_launcher({"ready": True})
+            tell_launcher({"ready": True})
             while not self._is_listed():  # the launcher ends this process at the end of the job
                 time.sleep(_LOOK)
         self.generation, self._ranks = self._newest()
@@ -96,7 +96,7 @@ class Members:
 
     def announce_store(self, host: str, port: int) -> None:
         """Let those that follow the same list know where they meet."""
-        _tell_launcher({"stores": {self._name(): (host, port)}})
+        tell_launcher({"stores": {self._name(): (host, port)}})
 
     def announced_store(self) -> tuple[str, int] | None:
         """Return host and port of the announced store; ``None`` if nobody has announced one yet."""
@@ -138,6 +138,7 @@ class _News:
                     self._known[kind] |= values
 
 
-def _tell_launcher(what: dict[str, Any]) -> None:
+def tell_launcher(what: dict[str, Any]) -> None:
+    """Write a line to ``ddprun``, which must have started this process."""
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "a") as launcher:
         launcher.write(f"{json.dumps(what)}\n")

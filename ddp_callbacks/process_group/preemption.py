@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ddp_callbacks.cluster.environment import NEWS
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.process_group.default_group import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group.members import tell_launcher
 from ddp_callbacks.process_group.moments import Agreement
 from ddp_callbacks.process_group.presence import describe, presence
 
@@ -131,6 +133,8 @@ class Preemption:
         preempted = Preempted(self.reason, path)
         if get_rank(self.process_group) == 0:
             say(str(preempted))
+        if NEWS in os.environ:
+            tell_launcher({"preempted": True})
         raise preempted
 
     def _handle_signals(self) -> None:

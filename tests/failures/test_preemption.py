@@ -201,13 +201,18 @@ def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> N
         assert preemption.reason.startswith("the time limit")
 
 
-def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A stopped run exits with code 75."""
+    monkeypatch.setenv("DDP_CALLBACKS_NEWS", "")  # as ddprun does
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "told"))
     with Preemption() as preemption, caplog.at_level("INFO"), pytest.raises(Preempted) as caught:
         preemption.request("the budget is spent")
         assert preemption.is_requested()
         preemption.exit("run.pt")
     assert caught.value.code == EXIT_PREEMPTED == 75
+    assert (tmp_path / "told").read_text() == '{"preempted": true}\n'
     place = rf"rank 0 \(host {socket.gethostname()}, pid {os.getpid()}\)"
     said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* resumes"
     assert re.fullmatch(said, caplog.messages[0])

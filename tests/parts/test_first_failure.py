@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.first_failure import End, Record, first_cause, read_record
 from ddp_callbacks.reporting.stacks import innermost, summary
 
@@ -151,6 +152,15 @@ IMPORTS = (
     '  File "/env/site-packages/torch/distributed/tensor/_ops.py", line 442 in <module>\n'
 )
 MINE = '  File "/home/me/train.py", line 12 in training_step\n  File "/home/me/train.py", line 40 in <module>\n'
+
+
+@pytest.mark.parametrize(("is_ending", "code"), [(True, EXIT_PREEMPTED), (False, 137)])
+def test_a_preempted_rank_that_ddprun_kills_as_its_end_takes_long_is_preempted(is_ending: bool, code: int) -> None:
+    end = End("a", 0)
+    end.hear("f", b'{"preempted": true}\n')
+    end.hear("f", b'{"kept_by": ["reader"]}\n')
+    end.take(137, "SIGKILL", 0.0, is_ending, 0.0)
+    assert end.code == code and (is_ending or end.reason == "killed by SIGKILL")
 
 
 def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> None:
