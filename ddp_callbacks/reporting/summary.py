@@ -163,7 +163,7 @@ def advice(data: Data) -> list[str]:
         return [*_of_job(data), "Start two processes: only then is it measured where the time goes."]
     if since := still_for([rank for rank in data["ranks"] if not rank["is_lost"]]):
         return [f"No rank took a step in the last {in_words(since)}: see what happened, below, and the logs."]
-    return [*_of_batch(data), *_of_ranks(data), *_of_job(data)] or [
+    return [*_of_batch(data), *_of_loading(data), *_of_waits(data), *_of_job(data)] or [
         "Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "
         "included, and backward."
     ]
@@ -190,18 +190,19 @@ def _is_uneven(data: Data) -> bool:
     return 0 < samples < _UNEVEN * count and samples % count > 0
 
 
-def _of_ranks(data: Data) -> Iterator[str]:
-    """Yield what to try about ranks that load long, or for which others wait."""
-    parts = parts_of(data)
-    loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts]
+def _of_loading(data: Data) -> Iterator[str]:
+    loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts_of(data)]
     if max(loads) > _MUCH:
         who, share = name_of(data, loads.index(max(loads))), max(loads)
         if share < 1.5 * min(loads):
             who, share = "each rank", shares_of(data)[LOADS]
         yield f"{who[0].upper()}{who[1:]} loads for {percent(share)} of its time. {_to_load_faster(data)}"
-    share, pace = shares_of(data)[SLOWER], pace_of(data)
-    part = None if pace is None else _excess(parts, pace)
-    if pace is not None and part is not None and _beyond(parts, pace, part) > 0:
+
+
+def _of_waits(data: Data) -> Iterator[str]:
+    """Yield what to try about ranks for which others wait."""
+    parts, share, pace = parts_of(data), shares_of(data)[SLOWER], pace_of(data)
+    if pace is not None and _beyond(parts, pace, part := _excess(parts, pace)) > 0:
         if not (part == COMPUTING and _is_uneven(data)):
             remedy = _remedy(data, pace, part)
             yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
