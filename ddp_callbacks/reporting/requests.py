@@ -147,7 +147,7 @@ def folder_of(job: str | None) -> Path:
         ConfigurationError: There is none.
     """
     parent = Path(job or ".")
-    if (parent / RUNS).exists() or any(parent.glob("rank-*.log")):
+    if job is not None and ((parent / RUNS).is_file() or any(parent.glob("rank-*.log"))):
         return parent.resolve()
     for each in [parent / "ddprun-logs"] if job is None else [parent, parent / "ddprun-logs"]:
         if found := sorted(filter(Path.is_dir, each.glob("*-*-*")), key=lambda one: (_runs(one), one)):

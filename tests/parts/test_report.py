@@ -394,11 +394,17 @@ def test_a_command_asks_the_newest_job_that_still_runs_and_none_whose_ddprun_was
     assert folder_of(str(tmp_path)) == folders[chosen]
 
 
-def test_a_command_finds_the_jobs_of_a_folder_and_says_if_there_are_none(tmp_path: Path) -> None:
+def test_a_command_finds_the_jobs_of_a_folder_and_says_if_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigurationError, match=f"^there is no job in {tmp_path}. Name the folder of its logs"):
         folder_of(str(tmp_path))
     folder = new_folder(str(tmp_path / "ddprun-logs"))
-    assert folder_of(str(tmp_path)) == folder_of(str(folder.parent)) == folder_of(str(folder)) == folder
+    (tmp_path / "runs").mkdir()  # TensorBoard's
+    monkeypatch.chdir(tmp_path)
+    assert (
+        folder_of(None) == folder_of(str(tmp_path)) == folder_of(str(folder.parent)) == folder_of(str(folder)) == folder
+    )
     (folder / RUNS).unlink()
     (folder / "rank-0.log").touch()
     assert folder_of(str(folder)) == folder
