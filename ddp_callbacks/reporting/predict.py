@@ -205,7 +205,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if few["validations"] and many["validations"]:
         shares = " and ".join(percent(run["validation"] / run["seconds"]) for run in (few, many))
         counts = f"{few['validations']} and {many['validations']} of them"
-        yield f"Validations are {shares} of that, by {counts}: --seconds for more."
+        yield f"Validations take {shares} of that ({counts}): --seconds for more."
     elif few["validation"] or many["validation"]:
         yield "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1:

@@ -172,10 +172,11 @@ def advice(data: Data) -> list[str]:
 def _of_batch(data: Data) -> Iterator[str]:
     """Yield what to do if the samples of a batch cannot be divided well."""
     samples, count = _samples(data), len(data["ranks"])
-    if 0 < samples < count:
+    idle = count - samples
+    if samples and idle > 0:
         yield (
-            f"A batch has {samples} sample{'s' * (samples > 1)} for {count} processes: {count - samples} compute none "
-            f"of it. Start {samples}, or take larger batches."
+            f"A batch has {samples} sample{'s' * (samples > 1)} for {count} processes: {idle} "
+            f"compute{'s' * (idle == 1)} none of it. Start {samples}, or take larger batches."
         )
     elif _is_uneven(data):
         yield (
@@ -185,12 +186,13 @@ def _of_batch(data: Data) -> Iterator[str]:
 
 
 def _is_uneven(data: Data) -> bool:
-    """Whether the first ranks have much more samples of a batch than the last ones."""
+    """Whether the first ranks have a tenth more of a batch than the last ones, or more."""
     samples, count = _samples(data), len(data["ranks"])
     return 0 < samples < _UNEVEN * count and samples % count > 0
 
 
 def _of_loading(data: Data) -> Iterator[str]:
+    """Yield what to try about ranks that load for long."""
     loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts_of(data)]
     if max(loads) > _MUCH:
         who, share = name_of(data, loads.index(max(loads))), max(loads)

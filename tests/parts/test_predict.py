@@ -216,7 +216,7 @@ LEFT_OUT = "Left out: validations, of which one run had none. Let both train for
         (
             VALIDATES,
             replace(MANY, validation=0.02, validations=5),
-            ["Validations are 50 % and 40 % of that, by 5 and 5 of them: --seconds for more."],
+            ["Validations take 50 % and 40 % of that (5 and 5 of them): --seconds for more."],
         ),
     ],
 )

@@ -186,7 +186,7 @@ ADVICE = {
     ),
     "more processes than samples": (
         job({}, FAST, SLOW, batch=2),
-        ["A batch has 2 samples for 3 processes: 1 compute none of it. Start 2, or take larger batches."],
+        ["A batch has 2 samples for 3 processes: 1 computes none of it. Start 2, or take larger batches."],
     ),
     "uneven parts": (
         job({}, {}, batch=3),
