@@ -82,7 +82,7 @@ class Watch:
             case reports.Wrote():
                 await self._take_output(node, *report)
             case reports.Started():
-                await self._take_start(node, *report)
+                await self._take_start(node, report)
             case reports.Ended():
                 await self._take_end(node, *report)
             case reports.Asked(name):
@@ -140,14 +140,16 @@ class Watch:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def _take_start(self, node: Connection, ranks: list[int], threads: str, interface: str, bound: str) -> None:
+    async def _take_start(self, node: Connection, started: reports.Started) -> None:
+        ranks, restarts, threads, interface, bound = started
         name, self._launch.has_begun = node.plan.name, True
-        if not self._members.successors.keys() & ranks:
+        is_current = restarts == self._launch.restarts  # else a rank of another node has failed meanwhile
+        if is_current and not self._members.successors.keys() & ranks:
             self._forget(name)
             self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f"{f', interface {interface}' if interface else ''}{f', {bound}' if bound else ''}"
-        again = f", restart {number} of {self._job.max_restarts}" if (number := self._launch.restarts) else ""
+        again = f", restart {restarts} of {self._job.max_restarts}" if restarts else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         await self._note(f"{name}: {which}, {each}{where}{again}")
 

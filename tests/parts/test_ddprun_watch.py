@@ -88,8 +88,9 @@ class Launch:
         self.calls.append("end")
 
 
-def started(host: int, *ranks: int) -> Report:
-    return host, "Started", {"ranks": ranks or [host], "threads": "1", "interface": "lo", "bound": ""}
+def started(host: int, *ranks: int, restarts: int = 0) -> Report:
+    values = {"ranks": ranks or [host], "restarts": restarts, "threads": "1", "interface": "lo", "bound": ""}
+    return host, "Started", values
 
 
 def ended(rank: int, code: int, host: int | None = None, by: str | None = None) -> Report:
@@ -103,6 +104,7 @@ def exited(rank: int) -> str:
 
 HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
+BOTH_AGAIN = [started(0, restarts=1), started(1, restarts=1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], [exited(0), "end"]),
@@ -113,12 +115,17 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "the first is preempted, and all may start again": (1, [*BOTH, ended(1, 75)], ["ask"]),
     "one has failed, and all start again": (
         1,
-        [*BOTH, ended(1, 3), ended(0, 143), HALTED, started(0), ended(0, 0), started(1)],
+        [*BOTH, ended(1, 3), ended(0, 143), HALTED, BOTH_AGAIN[0], ended(0, 0), BOTH_AGAIN[1]],
+        ["halt 2", "meet 2", "start 2", exited(0)],
+    ),
+    "one has failed before the other host's report, which comes after the restart": (
+        2,
+        [started(1), ended(1, 3), HALTED, started(0), ended(0, 143), *BOTH_AGAIN, ended(0, 0)],
         ["halt 2", "meet 2", "start 2", exited(0)],
     ),
     "it has failed once too often": (
         1,
-        [*BOTH, ended(1, 3), HALTED, *BOTH, ended(1, 3), ended(0, 1)],
+        [*BOTH, ended(1, 3), HALTED, *BOTH_AGAIN, ended(1, 3), ended(0, 1)],
         ["halt 2", "meet 2", "start 2", "end"],
     ),
     "a program cannot be started": (1, [started(0), (1, "Problem", {"text": "cannot start x"})], ["end"]),

@@ -141,7 +141,8 @@ class Node(Answers):
             is_wrong = error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
             self._link.tell(Problem(f"cannot start {how.argv[0]}: {error.strerror}{remedy if is_wrong else ''}"))
         if ranks := [rank.number for rank in self._ranks.values()]:  # without a problem, all
-            self._link.tell(Started(ranks, found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", ""), bound))
+            restarts, threads = int(found["TORCHELASTIC_RESTART_COUNT"]), found["OMP_NUM_THREADS"]
+            self._link.tell(Started(ranks, restarts, threads, found.get("GLOO_SOCKET_IFNAME", ""), bound))
         self._ending.stop_again()
 
     def replace(self, rank: int, environ: dict[str, str]) -> None:

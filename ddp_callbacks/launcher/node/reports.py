@@ -20,9 +20,13 @@ class Wrote(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The ranks of this node have started, each with so many threads, and ``bound`` as this text says."""
+    """The ranks of this node have started, after so many restarts of the job.
+
+    Each has so many threads, and is bound as ``bound`` says.
+    """
 
     ranks: list[int]
+    restarts: int
     threads: str
     interface: str
     bound: str
