@@ -204,6 +204,7 @@ class ShardedIterator(Iterator[Any]):
         self, source: DividedLoader, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
     ) -> None:
         self._source, self.current, self.loads_all = source, current, source.loads_all
+        self.is_continued = current.used > 0  # begins amid a pass
         self.batches, self._parts, self._shares = batches, parts, shares
         self.samples: int | None = None  # of all ranks, in the last batch
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its

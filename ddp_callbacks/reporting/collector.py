@@ -26,6 +26,7 @@ _AS_SAID = (
     "gradients",
     "starting",
     "longest",
+    "validated",
     "compared",
     "loads_all",
     "batch",
@@ -187,7 +188,7 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "rank": number,
         "node": rank.node,
         **_times(rank.samples[-1]),
-        "first": _times(first) | {"validation": 0},  # with a step
+        "first": _times(first),  # with a step
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,

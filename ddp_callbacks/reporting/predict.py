@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step, Way, part_of
@@ -19,6 +19,17 @@ _FEW, _UNEVEN = 100, 0.05  # steps, and a spread, that are told
 _MOST = 1.2  # times as fast as processes allow: caches help, more is no measurement
 
 
+class Validations(NamedTuple):
+    """Those that were whole: how many, the steps of the training until the last of them, and seconds of all."""
+
+    number: int
+    steps: int
+    seconds: float
+
+
+_NONE = Validations(0, 1, 0.0)
+
+
 @dataclass(frozen=True)
 class Measured:
     """The mean step of a run: its seconds, those of each part, and bytes of gradients.
@@ -26,7 +37,7 @@ class Measured:
     Attributes:
         seconds: Without validations.
         validation: Seconds of validations, as a part of each step.
-        validations: How many have begun.
+        validations: Those of the whole run.
         samples: Of a batch, on all processes; 0 if unknown.
         is_whole: Whether validations could not be told from the rest: no loader of torch's has marked them.
         steps: How many were measured.
@@ -41,7 +52,7 @@ class Measured:
     waiting: float
     nbytes: float
     validation: float = 0.0
-    validations: int = 0
+    validations: Validations = _NONE
     samples: int = 0
     is_whole: bool = False
     steps: int = 0
@@ -86,7 +97,7 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
         seconds,
         *parts,
         validation=_validation(mean, waits),
-        validations=after["ranks"][0]["validation"] - next(iter(_begin(before, after).values()))["validation"],
+        validations=Validations(*after["ranks"][0]["validated"]),
         samples=max(rank["batch"] for rank in after["ranks"]),
         is_whole=not mean[LOADING],
         steps=steps,
@@ -133,7 +144,7 @@ def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]
     """
     if few.is_whole or many.is_whole:  # then both with validations
         few, many = (replace(run, seconds=run.seconds + run.validation, validation=0.0) for run in (few, many))
-    elif few.validations and many.validations:
+    elif few.validations.number and many.validations.number:
         few, many = _with_validations(few, many)
     times = few.seconds / many.seconds
     if times > _MOST * many.processes / few.processes:
@@ -153,10 +164,9 @@ def predict(few: Measured, many: Measured, network: Network, ways: Sequence[Way]
 
 
 def _with_validations(few: Measured, many: Measured) -> tuple[Measured, Measured]:
-    """Add to the steps their share of validations, which are as frequent in both as in the run with more steps."""
-    longer = max(few, many, key=lambda run: run.steps)
-    often = longer.validations / longer.steps
-    shares = [run.validation * run.steps / run.validations * often for run in (few, many)]
+    """Add to the steps their share of whole validations, which are as frequent in both as in the run with more."""
+    number, steps, _ = max(few.validations, many.validations)
+    shares = (run.validations.seconds / run.validations.number * number / steps for run in (few, many))
     runs = zip((few, many), shares, strict=True)
     few, many = (replace(run, seconds=run.seconds + share, validation=share) for run, share in runs)
     return few, many
@@ -202,12 +212,13 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if min(few["steps"], many["steps"]) < _FEW or max(few["spread"], many["spread"]) > _UNEVEN:
         halves = " and ".join(f"{run['steps']:,} steps (first half: {run['spread']:.0%} off)" for run in (few, many))
         yield f"These are means of {halves}: --seconds for more."
-    if few["validations"] and many["validations"]:
+    counts = [Validations(*run["validations"]).number for run in (few, many)]
+    if all(counts):
         shares = " and ".join(percent(run["validation"] / run["seconds"]) for run in (few, many))
-        counts = f"{few['validations']} and {many['validations']} of them"
-        yield f"Validations take {shares} of that ({counts}): --seconds for more."
+        counted = " and ".join(f"{count:,}" for count in counts)
+        yield f"Validations take {shares} of that ({counted} of them): --seconds for more."
     elif few["validation"] or many["validation"]:
-        yield "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
+        yield "Left out: validations, of which one run had no whole one. Let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1:
         yield "One process trains faster here than several: on several machines, start one on each."
     yield from _table(found)

@@ -38,7 +38,7 @@ class Progress:
         if not training:
             self.validations += self.steps > self._steps_at_validation  # all loaders of a validation count once
             self._steps_at_validation = self.steps
-        elif self.steps > self._steps_at_pass:
+        elif self.epoch < 0 or (self.steps > self._steps_at_pass and not getattr(batches, "is_continued", False)):
             self._steps_at_pass, self.epoch = self.steps, self.epoch + 1
 
     def end_loading(self, has_batch: bool, samples: int = 0) -> None:

@@ -62,6 +62,7 @@ class Recorder:
         self._starting = 0.0  # of loading, until a pass has its first batch
         self.compared = 0.0  # of what lies between steps, to compare a batch with one process
         self._longest, self._spent = (0, 0.0), 0.0  # step, and seconds of its own; the latter by now
+        self._validated = 0, 0, 0.0  # whole validations, the steps until the last one, and seconds of all
         self._pid, self._file = os.getpid(), os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.progress = Progress()
         self._nbytes = self._sums = 0  # of the gradients; synchronizations
@@ -157,6 +158,8 @@ class Recorder:
         self._mark_rest()
         self._is_loading = True
         self.progress.begin_loading(batches, training)
+        if training:
+            self._note_validations()
 
     def end_loading(self, has_batch: bool, samples: int = 0) -> None:
         """Note that it has the batch, or that there is none; with the samples of all ranks in it, if known."""
@@ -178,9 +181,16 @@ class Recorder:
         self._is_cut = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
         if self._has_begun:
             self.mark(self._part_now()) if self._is_cut else self._mark_rest()
+        if not self._is_cut:
+            self._note_validations()
         self._has_begun = self._is_loading = self.progress.validates = False
         self._shortest.count()
         self.send()
+
+    def _note_validations(self) -> None:
+        if self.progress.validations > self._validated[0]:
+            spent = self._seconds[VALIDATION] + self._waits[VALIDATION]
+            self._validated = self.progress.validations, self.progress.steps, spent
 
     def _mark_rest(self) -> None:
         """Mark the end of what has followed a step or a validation. Gradients are accumulated without a step."""
@@ -215,6 +225,7 @@ class Recorder:
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "starting": round(self._starting, 4),
             "longest": [self._longest[0], round(self._longest[1], 4)],
+            "validated": self._validated,
             "compared": round(self.compared, 4),
             "loads_all": self.progress.loads_all,
             "batch": self.progress.samples,

@@ -411,6 +411,7 @@ TRAINS = json.dumps(
         "compared": 0.0,
         "batch": 8,
         "longest": [1, 0.5],
+        "validated": [0, 0, 0.0],
         "memory": [1],
         "process": 7,
         "about": {},

@@ -17,7 +17,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import buckets
 from ddp_callbacks.reporting import cost, plot, predict
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step
-from ddp_callbacks.reporting.predict import Measured
+from ddp_callbacks.reporting.predict import Measured, Validations
 from ddp_callbacks.reporting.recorder import PARTS
 
 MiB = 1 << 20
@@ -165,13 +165,13 @@ def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, b
         waits = dict.fromkeys(PARTS, 0.0) | {"between steps": between * steps}
         return {
             "steps": steps,
-            "validation": steps // 10,
             "seconds": dict.fromkeys(PARTS, compares + each * steps),
             "waits": waits,
         }
 
     said = [
-        times(steps) | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "batch": 64}
+        times(steps)
+        | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "batch": 64, "validated": [0, 0, 0]}
         for n, (node, steps) in enumerate(ranks)
     ]
     return {"command": ["t.py"], "ranks": said}
@@ -199,10 +199,10 @@ def test_a_mean_says_how_uneven_its_steps_are() -> None:
 
 FEW = Measured(1, 1, 0.05, 0.0, 0.0, 0.0, MiB, steps=500)
 MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
-VALIDATES = replace(FEW, validation=0.05, validations=5)
+VALIDATES = replace(FEW, validations=Validations(5, 500, 25.0))
 MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
 ONE_IS_FASTER = "One process trains faster here than several: on several machines, start one on each."
-LEFT_OUT = "Left out: validations, of which one run had none. Let both train for longer (--seconds)."
+LEFT_OUT = "Left out: validations, of which one run had no whole one. Let both train for longer (--seconds)."
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ LEFT_OUT = "Left out: validations, of which one run had none. Let both train for
         (FEW, replace(MANY, validation=0.02), [LEFT_OUT]),
         (
             VALIDATES,
-            replace(MANY, validation=0.02, validations=5),
-            ["Validations take 50 % and 40 % of that (5 and 5 of them): --seconds for more."],
+            replace(MANY, validation=0.05, validations=Validations(2, 200, 4.0)),
+            ["Validations take 50 % and 40 % of that (5 and 2 of them): --seconds for more."],
         ),
     ],
 )
@@ -227,9 +227,9 @@ def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
     assert first.startswith("Measured: ") and more == says
 
 
-def test_validations_which_gain_little_count_as_often_as_in_the_longer_run() -> None:
-    few = replace(FEW, seconds=0.04, validation=0.04, validations=4, steps=400)
-    many = replace(MANY, seconds=0.02, backward=0.01, validation=0.04 * 100 / 150, validations=1, steps=150)
+def test_a_run_that_is_cut_amid_a_validation_counts_the_whole_ones() -> None:
+    few = replace(FEW, seconds=0.04, validation=0.05, validations=Validations(4, 400, 16.0))
+    many = replace(MANY, seconds=0.02, backward=0.01, validation=0.03, validations=Validations(1, 100, 4.0))
     found = predict.predict(few, many, NETWORK, (EXACT,))
     assert [run["seconds"] for run in found["measured"]] == pytest.approx([0.08, 0.06])
 

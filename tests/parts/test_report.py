@@ -285,7 +285,7 @@ def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * 3 * len(PARTS)
     known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
     known |= {"loads_all": False, "stage": "training", "starting": 0.0, "longest": [1, 0.5]}
-    known |= {"compared": 0.0, "batch": 64}
+    known |= {"compared": 0.0, "validated": [0, 0, 0.0], "batch": 64}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
 
@@ -502,6 +502,7 @@ def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Pat
         "validation": 8.125,
     }
     assert (last["steps"], last["epoch"], last["validation"], last["gradients"]) == (3, 0, 1, [0, 3, 12.0])
+    assert last["validated"] == [1, 3, 24.125]
 
 
 def test_ranks_that_are_late_by_turns_wait_for_each_other(clock: list[float], tmp_path: Path) -> None:
@@ -589,6 +590,7 @@ def test_a_process_alone_tells_steps_validations_and_the_rest_apart(
         recorder.recorder.cache_clear()
     said = last_of(tmp_path / "out")
     assert (said["steps"], said["in forward"], said["between steps"], said["validation"]) == (4, 8.0, 33.0, 32.0)
+    assert said["validated"] == [2, 4, 32.0]
 
 
 def test_what_follows_the_last_step_counts_and_what_has_not_ended(clock: list[float], tmp_path: Path) -> None:
@@ -700,6 +702,15 @@ def test_all_loaders_of_a_validation_count_once_and_change_nothing_of_how_traini
         progress.end_loading(not place)
         progress.step() if not place else None
     assert progress.validations == 1 and progress.loads_all
+
+
+def test_a_pass_that_goes_on_after_a_loss_is_no_new_epoch() -> None:
+    progress = Progress()
+    for is_continued in (True, True, False):
+        progress.begin_loading(batches_of(is_continued=is_continued), True)
+        progress.end_loading(True)
+        progress.step()
+    assert progress.epoch == 1
 
 
 def test_a_step_after_the_end_was_drawn_ahead_counts_once() -> None:
