@@ -64,6 +64,8 @@ class BeforeLoading(DividedLoader):
         kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
         override(self.loader, **{kind: self}, in_order=True)
         if divider.world_size > 1 and divider.division == "global":
+            if not self.has_batches:
+                raise undividable(name_of(loader), "(one index at a time) is taken for one sample (batch_size=None)")
             override(self.loader, collate_fn=_Collate(loader.collate_fn, name_of(loader)))
         self._generator = loader.generator
         self._is_checked = divider.division == "own" or divider.world_size == 1
@@ -75,8 +77,6 @@ class BeforeLoading(DividedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's indices for the pass that has begun. Local; ``next`` is a collective."""
-        if not self.has_batches and self.divider.division == "global" and self.divider.world_size > 1:
-            raise undividable(name_of(self.loader), "(one index at a time) is taken for one sample (batch_size=None)")
         if self._begun.is_begun:
             raise ConfigurationError(
                 f"{type(self.loader).__name__}.__iter__ begins several passes over its samples in one, which cannot be "

@@ -92,7 +92,7 @@ class _Run:
         self._report = Collector(job.command)
         self.processes = 0
         self._begin: dict[str, Any] = {"ranks": []}  # what the ranks had sent when they had warmed up
-        self._middle: dict[str, Any] | None = None  # and after half of the time
+        self._middle: dict[str, Any] | None = None  # and after half of the time, if it was long enough
 
     def train(self) -> int:
         """Train; return the exit code, which is not 0 either if the user has ended it and its processes had done."""
@@ -109,8 +109,9 @@ class _Run:
                 say(_NOTHING)
         self._begin = report.data()
         await asyncio.sleep(0 if is_alone else self._job.seconds / 2)
-        self._middle = report.data()
+        middle = report.data()
         await asyncio.sleep(0 if is_alone else self._job.seconds / 2)
+        self._middle = middle
         launch.has_enough = True
         launch.end(at_once=True)
 

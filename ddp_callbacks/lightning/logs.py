@@ -155,6 +155,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return self._position == self._first and not self._samples
 
     @property
+    def has_rows(self) -> bool:
+        """Whether this rank has logged numbers since the last join."""
+        return bool(self._rows)
+
+    @property
     def is_full(self) -> bool:
         """Whether to join now, so that rows do not fill the memory; the same on all ranks."""
         return self._position - self._joined >= _MOST

@@ -33,7 +33,10 @@ NAMES = ("ddp_callbacks", "callbacks")
 
 VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
 
-SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
+SAME_EVERYWHERE = (
+    "Run the same script with the same arguments and libraries everywhere; if it draws settings, as a search does, "
+    "with a fixed seed."
+)
 
 _ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
 _FOREIGN_PLUGINS = {

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
+from ddp_callbacks.data.collected import Collected
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
@@ -32,6 +33,7 @@ from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
+from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS
 from ddp_callbacks.replicas.checks import ReplicaChecks
@@ -78,6 +80,7 @@ class Run:
         self._syncs_batch_norm = False
         self.decisions = Decisions(trainer, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
+        self._of_training, self._of_evaluation = Collected(), Collected()
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
         for loop in _logged.loops_with_results(trainer):
@@ -96,6 +99,7 @@ class Run:
         self._exit.before(trainer.fit_loop, "on_run_start", functools.partial(require_alike_steps, trainer))
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._exit.before(loop, "on_run_start", self._before_evaluation)
+        self._exit.before(epoch_loop, "run", lambda: self._of_training.begin(self._collectors))
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
@@ -355,6 +359,7 @@ class Run:
     def _before_monitor(self) -> None:
         """Join logged values before ModelCheckpoint or EarlyStopping reads them. A collective."""
         results, trainer = _logged.results_of(self._trainer), self._trainer
+        self._collected.checksums(results.has_rows)
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
@@ -376,6 +381,7 @@ class Run:
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results.join()
             _logged.refresh_metrics(self._trainer, results)
+        self._of_evaluation.begin(self._collectors)
 
     def _at_end_of_data(self) -> None:
         results = _logged.results_of(self._trainer)
@@ -385,24 +391,36 @@ class Run:
         if self._trainer.training:
             _logged.refresh_metrics(self._trainer, results)
             self.merge_buffers()
+        self._collected.end()
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
+        collected = self._collected.checksums(results.has_rows)
         if self._trainer.training:
             self.decisions.pass_moment()
-            own = [checksum_of_replica(self._held), random_state.offer()]
-            checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
+            own = [checksum_of_replica(self._held), random_state.offer(), collected]
+            checksums, (offered, *_), of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
             random_state.accept(offered)
             if any(checksum != checksums[0] for checksum in checksums):
                 when = f"at the end of epoch {self._trainer.current_epoch}"
                 require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
         else:
-            (offered,), *_ = results.join(ends=True, carried=[random_state.offer()])
+            own = [random_state.offer(), collected]
+            (offered, *_), of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
             random_state.accept(offered)
+        self._collected.warn(of_ranks, get_rank())
         results.end_pass()
         self._draws.note_apart(OTHER_ROWS if self.batches.have_other_rows else "")
         if self._trainer.training or self._trainer.state.fn != "fit":
             self._draws.warn()
+
+    @property
+    def _collected(self) -> Collected:
+        return self._of_training if self._trainer.training else self._of_evaluation
+
+    @property
+    def _collectors(self) -> list[Any]:
+        return [self._trainer.lightning_module, *self._trainer.callbacks]
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))

@@ -300,6 +300,11 @@ def found() -> Presence | None:
     return _current if _current is not None and _current.is_in(dist.group.WORLD) else None
 
 
+def exchanges_by_now() -> tuple[int, int]:
+    """Return how many exchanges this rank has begun: those of this library, and torch's in the default group."""
+    return presence().exchanges.entered, sequence_number(dist.group.WORLD)
+
+
 def has_joined() -> bool:
     """Whether this process has joined a process group by this library, at any time."""
     return _current is not None

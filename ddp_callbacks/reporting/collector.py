@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from ddp_callbacks.reporting.recorder import PARTS
+from ddp_callbacks.reporting.recorder import PARTS, WAITING
 from ddp_callbacks.reporting.trace import Span, Traced
 
 _SAMPLES = 400  # of a rank; once there are more, every second one is dropped
 _EVENTS = 300
 _STRETCHES, _STEPS = 32, 40  # of the time of a job, each with so many steps
 _TAIL = 400  # bytes of a rank's output
+_LATELY = 10.0  # seconds
 _AS_SAID = (
     "epoch",
     "stage",
@@ -45,7 +46,7 @@ class Rank:
         samples: Seconds since the job's start, steps, and by part: seconds, those of waits, and those of waits in any
             case. All are totals of all its processes.
         said: The last message.
-        stepped: When its last step was heard of, or its first message.
+        stepped: When its last step, or batch of a validation, was heard of; or its first message.
         is_lost: Whether the job continues without its process, until a new one sends something.
         spans: What it did in the steps that are traced.
     """
@@ -66,7 +67,7 @@ class Rank:
             self.before, self.is_lost = self.samples[-1][1:], False
         steps, seconds = self.before
         own = [mine + others for mine, others in zip(said["seconds"], seconds, strict=True)]
-        if not self.samples or steps + said["steps"] != self.samples[-1][1]:
+        if not self.said or any(said[kind] != self.said[kind] for kind in ("steps", "held_out", "process")):
             self.stepped = now
         self.said = said
         self.samples.append((now, steps + said["steps"], own))
@@ -189,12 +190,23 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "node": rank.node,
         **_times(rank.samples[-1]),
         "first": _times(first),  # with a step
+        "lately": _lately(rank.samples),
         "samples": [(round(when, 2), count) for when, count, _ in rank.samples],
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,
         "line": re.split(r"[\r\n]", text)[-1].strip(),
         **{name: rank.said[name] for name in _AS_SAID},
     }
+
+
+def _lately(samples: Sequence[tuple[float, int, list[float]]]) -> dict[str, float]:
+    """Return the steps per second of the last seconds, and the share of waiting in their time."""
+    now, steps, spent = samples[-1]
+    begins = (each for each in reversed(samples[:-1]) if now - each[0] >= _LATELY)
+    when, before, earlier = next(begins, (samples[0][0], samples[0][1], [0.0] * len(spent)))
+    parts = [own - other for own, other in zip(spent, earlier, strict=True)][: len(PARTS)]
+    rate = (steps - before) / (now - when) if now > when else 0.0
+    return {"rate": rate, "waiting": parts[PARTS.index(WAITING)] / (sum(parts) or 1.0)}
 
 
 def _times(sample: tuple[float, int, list[float]]) -> dict[str, Any]:

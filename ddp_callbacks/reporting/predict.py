@@ -16,6 +16,7 @@ ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
 WORTH = 1.1  # times as fast: what twice as many machines must be
 FEWEST = 20  # steps to measure
 _FEW, _UNEVEN = 100, 0.05  # steps, and a spread, that are told
+_MORE = {False: "--seconds for more", True: "more epochs for more, as the script has ended by itself"}
 _MOST = 1.2  # times as fast as processes allow: caches help, more is no measurement
 
 
@@ -42,6 +43,7 @@ class Measured:
         is_whole: Whether validations could not be told from the rest: no loader of torch's has marked them.
         steps: How many were measured.
         spread: By how much the first half of them took longer or shorter than all, as a share.
+        is_over: Whether the script has ended by itself; then the spread is unknown, and 0.
     """
 
     machines: int
@@ -57,13 +59,14 @@ class Measured:
     is_whole: bool = False
     steps: int = 0
     spread: float = 0.0
+    is_over: bool = False
 
 
 def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mapping[str, Any] | None = None) -> Measured:
     """Return the mean step between two moments, see :meth:`.collector.Collector.data`.
 
     Args:
-        middle: A moment between them, for the spread.
+        middle: A moment between them, for the spread; ``None`` if the script has ended by itself.
 
     Raises:
         ConfigurationError: There were few steps, or machines with unlike numbers of processes.
@@ -79,12 +82,12 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
         raise ConfigurationError(
             f"each machine needs as many processes as the others, got {counts}. Name them: -H node1:4,node2:4."
         )
-    if (least := min(rank["steps"] for rank in after["ranks"])) < FEWEST:
-        raise ConfigurationError(
-            f"{command} took {least} steps, and {FEWEST} are the least to measure. Let it train for longer: "
-            "more epochs, smaller batches, or --seconds if it was cut."
-        )
     steps, mean, waits = _mean(before, after)
+    if steps < FEWEST:
+        raise ConfigurationError(
+            f"{command} took {steps} steps after the first ones, and {FEWEST} are the least to measure. Let it train "
+            "for longer: more epochs, smaller batches, or --seconds if it was cut."
+        )
     nbytes = after["ranks"][0]["gradients"][0]
     # Others wait for what one rank does between steps, such as a checkpoint: it takes so long on each.
     between, apart = mean[BETWEEN] + waits[BETWEEN], waits[BETWEEN] + waits[VALIDATION]
@@ -102,6 +105,7 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
         is_whole=not mean[LOADING],
         steps=steps,
         spread=spread,
+        is_over=middle is None,
     )
 
 
@@ -115,10 +119,10 @@ def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dic
     If few steps came after ``before``, all count but those of the first message, which compare the first batch.
     """
     begins, ends = _begin(before, after), {rank["rank"]: rank for rank in after["ranks"]}
-    steps = {each: max(end["steps"] - begins[each]["steps"], 1) for each, end in ends.items()}
+    steps = {each: end["steps"] - begins[each]["steps"] for each, end in ends.items()}
 
     def mean(kind: str, part: str) -> float:
-        spent = ((end[kind][part] - begins[each][kind][part]) / steps[each] for each, end in ends.items())
+        spent = ((end[kind][part] - begins[each][kind][part]) / max(steps[each], 1) for each, end in ends.items())
         return float(sum(spent)) / len(ends)
 
     seconds, waits = ({part: mean(kind, part) for part in PARTS} for kind in ("seconds", "waits"))
@@ -210,15 +214,14 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     times = few["seconds"] / many["seconds"]
     yield f"Measured: {_said(few)}; {_said(many)}, {times:.2f} times as fast."
     if min(few["steps"], many["steps"]) < _FEW or max(few["spread"], many["spread"]) > _UNEVEN:
-        halves = " and ".join(f"{run['steps']:,} steps (first half: {run['spread']:.0%} off)" for run in (few, many))
-        yield f"These are means of {halves}: --seconds for more."
+        yield f"These are means of {_counted(few)} and {_counted(many)}: {_MORE[few['is_over'] or many['is_over']]}."
     counts = [Validations(*run["validations"]).number for run in (few, many)]
     if all(counts):
         shares = " and ".join(percent(run["validation"] / run["seconds"]) for run in (few, many))
         counted = " and ".join(f"{count:,}" for count in counts)
         yield f"Validations take {shares} of that ({counted} of them): --seconds for more."
     elif few["validation"] or many["validation"]:
-        yield "Left out: validations, of which one run had no whole one. Let both train for longer (--seconds)."
+        yield "Left out: validations, of which not each run had a whole one. Let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1:
         yield "One process trains faster here than several: on several machines, start one on each."
     yield from _table(found)
@@ -229,7 +232,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"Network: {rate}{', assumed' if network == asdict(ASSUMED) else ''}."
     if samples := found["step"]["samples"]:
         yield f"A batch has {_count(samples, 'sample')}, so more than {_count(samples, 'process')} cannot divide it."
-    yield "Assumed: equal machines, a network that serves all of them at full rate, no late process."
+    more = "" if any(counts) else ", no validation (none came in this time)"
+    yield f"Assumed: equal machines, a network that serves all of them at full rate, no late process{more}."
+
+
+def _counted(run: Mapping[str, Any]) -> str:
+    return f"{run['steps']:,} steps" + ("" if run["is_over"] else f" (first half: {run['spread']:.0%} off)")
 
 
 def _said(run: Mapping[str, Any]) -> str:

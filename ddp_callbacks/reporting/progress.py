@@ -10,7 +10,7 @@ class Progress:
     """Counts the steps of a rank, its epochs and its validations.
 
     Attributes:
-        steps, validations: How many there were.
+        steps, validations, held_out: How many there were; batches of validations.
         epoch: The number of the last one that has begun, from 0, as programs and their bars count.
         validates: Whether the last batch was one of a validation.
         has_batch: Whether it has drawn a batch since the last step; ``None``: no loader of ours draws.
@@ -20,7 +20,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.steps = self.validations = self.samples = 0
+        self.steps = self.validations = self.held_out = self.samples = 0
         self.epoch = -1
         self.validates = self.loads_all = self.is_first = False
         self.has_batch: bool | None = None
@@ -45,6 +45,7 @@ class Progress:
         """Note that it has the batch, or that there is none."""
         if self.validates:
             self.validates = has_batch
+            self.held_out += has_batch
         else:
             self.has_batch, self._is_at_end = has_batch or self.has_batch, not has_batch
             self.samples = max(self.samples, samples)

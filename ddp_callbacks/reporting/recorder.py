@@ -52,11 +52,12 @@ class Recorder:
 
     Attributes:
         progress: Where the rank is.
+        is_loading: Whether it is in a loader, which may draw from another one.
     """
 
     def __init__(self, path: str) -> None:
         self._begin, self._watch = time.perf_counter(), Stopwatch()
-        self._has_begun = self._is_loading = self._is_cut = False  # by an exception
+        self._has_begun = self.is_loading = self._is_cut = False  # by an exception
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
         self._starting = 0.0  # of loading, until a pass has its first batch
@@ -77,7 +78,7 @@ class Recorder:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one process, or one is left: loaders are torch's, and nobody marks what precedes a step."""
+        """Whether there is one process, or one is left: nobody marks what precedes a step."""
         return os.environ.get("WORLD_SIZE") == "1"
 
     def describe(self, module: Any, settings: Mapping[str, object]) -> None:
@@ -107,7 +108,7 @@ class Recorder:
 
     def _part_now(self) -> str:
         """Return the part that has not ended yet."""
-        if self.progress.validates or self._is_loading:
+        if self.progress.validates or self.is_loading:
             return VALIDATION if self.progress.validates else LOADING
         return _NEXT.get(self._marked, FORWARD)
 
@@ -125,10 +126,7 @@ class Recorder:
 
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
-        is_alone = self.is_alone
-        if is_alone:
-            _time_torchs_loaders()
-        if is_alone or self._marked == LOADING:  # no engine sums gradients
+        if self.is_alone or self._marked == LOADING:  # no engine sums gradients
             self.mark(FORWARD)
         if self.progress.step():
             self._shortest.end_step(self._waits.values(), self._sums)
@@ -156,17 +154,17 @@ class Recorder:
         if not training and not self._has_begun:
             return
         self._mark_rest()
-        self._is_loading = True
+        self.is_loading = True
         self.progress.begin_loading(batches, training)
         if training:
             self._note_validations()
 
     def end_loading(self, has_batch: bool, samples: int = 0) -> None:
         """Note that it has the batch, or that there is none; with the samples of all ranks in it, if known."""
-        if self._is_loading:
+        if self.is_loading:
             before = self._seconds[LOADING]
             self.mark(self._part_now())
-            self._is_loading = False
+            self.is_loading = False
             self._starting += self.progress.is_first * (self._seconds[LOADING] - before)
             self.progress.end_loading(has_batch, samples)
 
@@ -183,7 +181,7 @@ class Recorder:
             self.mark(self._part_now()) if self._is_cut else self._mark_rest()
         if not self._is_cut:
             self._note_validations()
-        self._has_begun = self._is_loading = self.progress.validates = False
+        self._has_begun = self.is_loading = self.progress.validates = False
         self._shortest.count()
         self.send()
 
@@ -221,6 +219,7 @@ class Recorder:
             "steps": self.progress.steps,
             "epoch": max(self.progress.epoch, 0),
             "validation": self.progress.validations,
+            "held_out": self.progress.held_out,
             "stage": "validating" if self.progress.validates else "training" * (self._has_begun or self._is_cut),
             "gradients": [self._nbytes, self._sums, round(self._exchange, 4)],
             "starting": round(self._starting, 4),
@@ -283,16 +282,10 @@ def recorder() -> Recorder | None:
     except OSError:  # this process belongs to another user
         return None
     sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(lambda *_: made.step())
-    if made.is_alone:
-        _time_torchs_loaders()
+    import_module("ddp_callbacks._torch").surround_loading(timed_loading)
     atexit.register(made.end)
     threading.Thread(target=made.keep_sending, name="ddp_callbacks report", daemon=True).start()
     return made
-
-
-@functools.cache
-def _time_torchs_loaders() -> None:
-    import_module("ddp_callbacks._torch").surround_loading(timed_loading)
 
 
 def end_training() -> None:
@@ -313,7 +306,7 @@ def timed_loading(draw: Callable[[Any], T]) -> Callable[[Any], T]:
     @functools.wraps(draw)
     def timed(batches: Any) -> T:
         own = recorder()
-        if own is None:
+        if own is None or own.is_loading or threading.current_thread() is not threading.main_thread():
             return draw(batches)
         own.begin_loading(batches, sys.modules["torch"].is_grad_enabled())
         has_batch = False

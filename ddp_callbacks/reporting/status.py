@@ -11,13 +11,12 @@ from shutil import get_terminal_size
 from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.reporting.recorder import WAITING
 from ddp_callbacks.reporting.requests import STATUS, ask, folder_of
 from ddp_callbacks.reporting.summary import in_words, percent, still_for
 
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _EVERY = 2.0  # seconds between two tables
-_LATELY = 10.0  # seconds over which steps are counted
+_LATELY = 10.0  # seconds after which a rank without a step counts as still
 _LINE = 100  # characters of a last line
 _HEAD = ("node", "rank", "epoch", "step", "steps/s", "waits", "memory", "last step", "last line")
 _HOME = "\x1b[H\x1b[J"  # the cursor goes to the corner, and all after it is cleared
@@ -74,18 +73,10 @@ def _title(data: Mapping[str, Any]) -> str:
 
 
 def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = rank["seconds"]
-    waits = seconds[WAITING] / (sum(seconds.values()) or 1.0)
     memory = " + ".join(f"{size / 1024:.1f}" for size in rank["memory"]) + " GB"
     stepped = f"{in_words(rank['stepped'])} ago{', validating' * (rank['stage'] == 'validating')}"
     is_still = rank["is_lost"] or rank["stepped"] > _LATELY
-    steps = f"{rank['steps']:,}", f"{0.0 if is_still else _rate(rank['samples']):.3g}"
+    rate = 0.0 if is_still else rank["lately"]["rate"]
+    steps = f"{rank['steps']:,}", f"{rate:.3g}", percent(rank["lately"]["waiting"])
     last = "lost" if rank["is_lost"] else stepped, rank["line"][:_LINE]
-    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, percent(waits), memory, *last
-
-
-def _rate(samples: Sequence[Sequence[float]]) -> float:
-    """Return the steps per second of the last seconds."""
-    now, steps = samples[-1]
-    when, before = next((each for each in reversed(samples[:-1]) if now - each[0] >= _LATELY), samples[0])
-    return (steps - before) / (now - when) if now > when else 0.0
+    return rank["node"], str(rank["rank"]), str(rank["epoch"]), *steps, memory, *last

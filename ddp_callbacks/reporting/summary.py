@@ -73,10 +73,10 @@ def _were_there(data: Data) -> list[int]:
 
 
 def still_for(ranks: Sequence[Data]) -> float:
-    """Return the seconds for which no rank has taken a step, though all are training; 0 if that may be a slow one."""
+    """Return the seconds for which no rank has taken a step, though all train or validate; 0 if one may be slow."""
     since = min((rank["stepped"] for rank in ranks), default=0.0)
     usual = max(map(step_of, ranks), default=0.0)
-    hangs = since > max(_STILL, _STUCK * usual) and all(rank["stage"] == "training" for rank in ranks)
+    hangs = since > max(_STILL, _STUCK * usual) and all(rank["stage"] for rank in ranks)
     return since if hangs else 0.0
 
 

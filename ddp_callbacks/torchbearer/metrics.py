@@ -22,6 +22,7 @@ from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.attributes import changed, checksums_of, decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
+from ddp_callbacks.data.collected import Collected
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -64,6 +65,7 @@ class ReduceMetrics(DistributedCallback):
         self._loss_weight = LossWeight(weight, reduction)
         self._is_in_pass = False
         self._pass: MetricsPass | None = None  # the current pass, on several processes
+        self._collected = Collected()
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -85,7 +87,7 @@ class ReduceMetrics(DistributedCallback):
         self._end()
         self._is_in_pass = True
         if self.world_size > 1:
-            self._pass = MetricsPass(state, self._loss_weight, self.process_group)
+            self._pass = MetricsPass(state, self._loss_weight, self._collected, self.process_group)
 
     def on_end_training(self, state: State) -> None:
         self._end()
@@ -137,9 +139,12 @@ class ReduceMetrics(DistributedCallback):
 class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
-    def __init__(self, state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, state: State, loss_weight: LossWeight, collected: Collected, group: dist.ProcessGroup | None
+    ) -> None:
         self._list = state[torchbearer.METRIC_LIST]
-        self._loss_weight, self._group = loss_weight, group
+        self._loss_weight, self._collected, self._group = loss_weight, collected, group
+        collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
         is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
@@ -254,7 +259,9 @@ class MetricsPass:
 
         Callbacks draw next, alike on all ranks, so the message also carries the random state.
         """
+        self._collected.end()
         mine = {
+            "collected": self._collected.checksums(),
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
             "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
             "logs": [log.columns() for log in (self._added, *self._logs)],
@@ -262,6 +269,7 @@ class MetricsPass:
         }
         of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
         _require_same([found["names"] for found in of_ranks])
+        self._collected.warn([found["collected"] for found in of_ranks], get_rank(self._group))
         if random_state is not None:
             random_state.take(found["random"] for found in of_ranks)
         return _join(self._metrics, of_ranks, self._windows, self._reduction)

@@ -470,7 +470,10 @@ def test_a_closed_terminal_does_not_end_what_nohup_has_started(tmp_path: Path) -
 
 
 HANGS = """
-import os, threading, time
+import os, signal, threading, time
+known = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}}
+for number, handler in known.items():  # as a Trainer does after a fit
+    if handler is not None: signal.signal(number, handler)
 def wait():
     print("up", flush=True)
     while not os.path.exists("now"): time.sleep(0.05)
@@ -489,7 +492,7 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
         asked, refused = ddprun("stacks", "ddprun-logs", cwd=tmp_path), ddprun("join", "-H", "localhost", cwd=tmp_path)
         (tmp_path / "now").touch()
         assert run.end() == 0, run.text
-    assert re.match(r"rank 0 on localhost, rank 1 on localhost: .*script.py:5 in wait\n", asked.stdout), asked
+    assert re.match(r"rank 0 on localhost, rank 1 on localhost: .*script.py:8 in wait\n", asked.stdout), asked
     assert [line.removeprefix("ddprun: ") for line in run.lines[-2:]] == asked.stdout.splitlines()
     assert refused.stderr == "ddprun: no node can join the job: it was started without --keep-going.\n", refused
     assert "File" not in run.text and "ddprun: Ctrl-Z stops no job: " in run.text

@@ -404,8 +404,9 @@ def wrote(rank: int, stream: str, text: str) -> Report:
 
 STACK = 'Thread 0x1 (most recent call first):\n  File "/t.py", line 7 in wait\n'
 TRAINS = json.dumps(
-    {"seconds": [1.0] * 18, "steps": 9, "epoch": 1, "validation": 0, "stage": "training", "gradients": [0, 0, 0.0]}
+    {"seconds": [1.0] * 18, "steps": 9, "epoch": 1, "validation": 0, "held_out": 0, "stage": "training"}
     | {
+        "gradients": [0, 0, 0.0],
         "loads_all": False,
         "starting": 0.0,
         "compared": 0.0,

@@ -202,7 +202,7 @@ MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
 VALIDATES = replace(FEW, validations=Validations(5, 500, 25.0))
 MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
 ONE_IS_FASTER = "One process trains faster here than several: on several machines, start one on each."
-LEFT_OUT = "Left out: validations, of which one run had no whole one. Let both train for longer (--seconds)."
+LEFT_OUT = "Left out: validations, of which not each run had a whole one. Let both train for longer (--seconds)."
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,14 @@ LEFT_OUT = "Left out: validations, of which one run had no whole one. Let both t
         (FEW, MANY, []),
         (replace(FEW, steps=60), MANY, [MEANS.format(60, 0)]),
         (FEW, replace(MANY, spread=0.5), [MEANS.format(500, 50)]),
+        (
+            replace(FEW, steps=60, is_over=True),
+            MANY,
+            [
+                "These are means of 60 steps and 500 steps (first half: 0% off): more epochs for more, as the script "
+                "has ended by itself."
+            ],
+        ),
         (FEW, replace(MANY, seconds=0.06), [ONE_IS_FASTER]),
         (FEW, replace(MANY, validation=0.02), [LEFT_OUT]),
         (
@@ -225,6 +233,11 @@ def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
 ) -> None:
     first, *more, _ = [*itertools.takewhile(bool, predict.lines(predict.predict(few, many, NETWORK, (EXACT,)))), ""]
     assert first.startswith("Measured: ") and more == says
+
+
+def test_validations_that_nobody_has_seen_are_told() -> None:
+    *_, last = predict.lines(predict.predict(FEW, MANY, NETWORK, (EXACT,)))
+    assert last.endswith(", no late process, no validation (none came in this time).")
 
 
 def test_a_run_that_is_cut_amid_a_validation_counts_the_whole_ones() -> None:
@@ -265,8 +278,12 @@ def test_a_gain_that_cannot_be_is_refused() -> None:
     [
         (moment(), "t.py does not train with ddp_callbacks, or not yet. Add its callback or strategy, or give --auto"),
         (
-            moment(("a", 19)),
-            "t.py took 19 steps, and 20 are the least to measure. Let it train for longer",
+            moment(("a", 20)),
+            "t.py took 19 steps after the first ones, and 20 are the least to measure. Let it train for longer",
+        ),
+        (
+            moment(("a", 20)) | {"ranks": [each | {"first": each} for each in moment(("a", 20))["ranks"]]},
+            "t.py took 0 steps after the first ones",  # they came with the first message
         ),
         (
             moment(("a", 99), ("a", 99), ("b", 99)),

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torchbearer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_callbacks.cluster.environment import REPORT
@@ -283,8 +283,8 @@ def test_a_job_that_does_not_train_gets_no_report(tmp_path: Path) -> None:
 
 def said(process: int, steps: int, **more: Any) -> bytes:
     seconds = [steps * 0.01] * 3 * len(PARTS)
-    known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "gradients": [0, 0, 0.0], "memory": [1]}
-    known |= {"loads_all": False, "stage": "training", "starting": 0.0, "longest": [1, 0.5]}
+    known = {"seconds": seconds, "steps": steps, "epoch": 1, "validation": 0, "held_out": 0, "memory": [1]}
+    known |= {"gradients": [0, 0, 0.0], "loads_all": False, "stage": "training", "starting": 0.0, "longest": [1, 0.5]}
     known |= {"compared": 0.0, "validated": [0, 0, 0.0], "batch": 64}
     return json.dumps(known | {"process": process, "about": {}} | more).encode() + b"\n"
 
@@ -359,12 +359,28 @@ def test_a_rank_that_hangs_or_is_lost_is_seen_in_the_table(monkeypatch: pytest.M
     assert "21 s ago" in first and "21 s ago" in second and lost.endswith("  lost")
     assert says == "No rank has taken a step for 21 s. Where they are: ddprun stacks"
     for rank in (0, 1):
-        collector.hear("a", rank, "r", said(rank, 80, stage="validating"))
-    assert "21 s ago, validating" in table(collector.data()) and "No rank has" not in table(collector.data())
+        collector.hear("a", rank, "r", said(rank, 80, stage="validating", held_out=rank))
+    assert "21 s ago, validating" in table(collector.data()) and "0.0 s ago, validating" in table(collector.data())
+    assert "No rank has" not in table(collector.data())  # a batch of a validation is a sign of life
+    now[0] += 30.0
+    assert "No rank has taken a step for 30 s" in table(collector.data())
     collector.hear("a", 0, "r", said(0, 80, stage=""))  # its training is over, and the script is not
     assert "No rank has" not in table(collector.data())
     collector.hear("a", 2, "r", said(7, 1))  # its successor
     assert "lost" not in table(collector.data())
+
+
+def test_the_table_shows_who_waits_now_and_not_who_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent = [0.0], {0: [0.0] * 3 * len(PARTS), 1: [0.0] * 3 * len(PARTS)}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    collector = Collector(["train.py"])
+    for second in range(60):  # rank 0 waits for 45 s, then rank 1
+        now[0] += 1.0
+        for rank, own in spent.items():
+            own[PARTS.index("waiting" if (second >= 45) == rank else "in forward")] += 1.0
+            collector.hear("a", rank, "r", said(rank, second, seconds=own))
+    first, second_ = table(collector.data()).splitlines()[2:]
+    assert (" 0 % " in first, " 100 % " in second_) == (True, True)
 
 
 def test_a_rank_that_is_lost_sets_no_pace() -> None:
@@ -551,6 +567,30 @@ def test_a_process_alone_counts_what_an_undivided_loader_takes(
     last = json.loads((tmp_path / "out").read_text().splitlines()[-1])
     assert last["steps"] == 3 and last["about"]["versions"]
     assert dict(zip(PARTS, last["seconds"], strict=False))["loading"] == 6.0
+
+
+def test_a_loader_that_is_not_divided_is_timed_on_several_processes_too(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+    monkeypatch.setattr(recorder, "recorder", lambda: made)
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", recorder.timed_loading(_BaseDataLoaderIter.__next__))
+
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            clock[0] += 2.0
+            return super().__getitem__(index)
+
+    samples = Slow(torch.zeros(4))
+    for divided in (DataLoader(samples, sampler=DistributedSampler(samples, 2, 0)), with_shares(DataLoader(samples))):
+        for _ in divided:
+            clock[0] += 1.0
+            made.mark("in forward")
+            made.mark("waiting")
+            made.step()
+    made.send()
+    assert [last_of(tmp_path / "out")[part] for part in ("loading", "in forward")] == [12.0, 6.0]
 
 
 def last_of(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
 from trainers import Record as Lines
 
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning import CallbackStrategy, decisions
 from ddp_callbacks.process_group.client import Gathering
 
@@ -200,6 +201,53 @@ def test_values_that_may_not_be_those_of_one_process_are_named_once() -> None:
     (differing,), nothing = WORLD.returned(logging_its_mean)
     assert nothing == []
     assert differing.startswith("'mean' is logged at the end of an epoch, with another value on each process (from ")
+
+
+class PrintsAScore(Net):
+    """From its outputs, which it has not logged: of this process's samples, unless they are gathered.
+
+    Args:
+        gather: Gathers a list; ``None`` leaves it out.
+    """
+
+    def __init__(self, gather: Callable[[list[Any]], Any] | None) -> None:
+        super().__init__()
+        self._gather, self.rates = gather, list[float]()
+        self.found: dict[str, list[torch.Tensor]] = {"scores": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rates.append(0.1)  # the same on all processes
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.found["scores"].append(self(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        found = self.found["scores"] if self._gather is None else self._gather(self.found["scores"])
+        str(len(found))
+        self.found["scores"].clear()
+
+
+def gathered_by_torch(own: list[Any]) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+@WORLD
+def collecting() -> Any:
+    ways = None, gathered_by_torch, lambda own: all_gather_object(own, "the scores")
+    rows = loader(48, 8, shuffle=True), loader(12, 4, 9)
+    return [warned(lambda way=way: fit(OURS, PrintsAScore(way), *rows), "collects") for way in ways]
+
+
+def test_what_a_module_collects_of_its_part_is_named_unless_it_gathers_or_logs_it() -> None:
+    """A warning names what each process collects of its own part."""
+    (alone, *gathered), _ = WORLD.returned(collecting)
+    assert [text.partition(",")[0] for text in alone] == [
+        "PrintsAScore.found['scores'] collects what each process computes itself"
+    ]
+    assert gathered == [[], []]
 
 
 class Collects(Net):

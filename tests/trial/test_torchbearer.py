@@ -207,6 +207,25 @@ def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_few
     assert "sync_batchnorm=True" in about
 
 
+class Collects(Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.losses, self.rates = list[float](), list[float]()
+
+    def on_step_training(self, state: Any) -> None:
+        self.losses.append(float(state[torchbearer.LOSS]))
+        self.rates.append(0.1)  # the same on all processes
+
+
+@WORLD
+def test_what_a_callback_collects_of_its_part_is_named() -> None:
+    made = trial([DDPCallback()], callbacks=[Collects()]).with_train_generator(DataLoader(data(20), 5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run(2)
+    texts, others = by_rank([text[:47] for each in caught if "collects" in (text := str(each.message))])
+    assert (texts, others) == (["Collects.losses collects what each process comp"], [])
+
+
 # --- random state -----------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,13 @@ def _write_stacks(path: str) -> int:
     """On SIGQUIT, write the stacks of all threads to ``path``, even while this process hangs in a library's call."""
     log = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     faulthandler.register(signal.SIGQUIT, log)
+    known = signal.getsignal  # it would say SIG_DFL, which a Trainer would set again after each fit
+
+    def getsignal(number: int) -> object:
+        handler = known(number)
+        return None if number == signal.SIGQUIT and handler is signal.SIG_DFL else handler
+
+    signal.getsignal = getsignal  # type: ignore[assignment]
     return log
 
 
