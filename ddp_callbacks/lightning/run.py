@@ -27,7 +27,6 @@ from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_s
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
-from ddp_callbacks.lightning.packages import ROOTS
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
@@ -295,9 +294,19 @@ class Run:
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = self._joined(closure)
-        is_users = self._is_automatic or closure.__module__.partition(".")[0] not in ROOTS
-        with nullcontext() if is_users else self._draws.aside():  # amid a step by hand: noise for all parameters
+        if self._is_automatic:
             return step(closure)
+        with contextlib.ExitStack() as aside:  # amid a step by hand, an optimizer may draw noise for all parameters
+            aside.enter_context(self._draws.aside())
+            return step(functools.partial(self._in_step, aside, closure))
+
+    def _in_step(self, aside: contextlib.ExitStack, closure: Callable[[], Any]) -> Any:
+        """Let a closure compute the batch, in the midst of an optimizer's step."""
+        aside.close()
+        try:
+            return closure()
+        finally:
+            aside.enter_context(self._draws.aside())
 
     def end_batch(self) -> None:
         """End a padding batch: remove its traces in metrics and running statistics, and give hooks back."""

@@ -1173,11 +1173,14 @@ def layers_that_draw(strategy: Any) -> Any:
 
 class NoisySGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in filter(lambda each: each.grad is not None, group["params"]):
                 gradient = parameter.grad.add(parameter, alpha=0.01)
                 parameter.grad = gradient + 0.01 * torch.randn_like(gradient)
-        return super().step(closure)
+        super().step()
+        return loss
 
 
 class DrawsByHand(Drawing):
@@ -1189,10 +1192,14 @@ class DrawsByHand(Drawing):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
-        for _ in range(2):
+
+        def compute() -> None:
             optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+            self.manual_backward(super(DrawsByHand, self).training_step(batch, batch_idx))
+
+        compute()
+        optimizer.step()
+        optimizer.step(closure=compute)
 
 
 @scenario
