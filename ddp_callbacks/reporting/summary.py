@@ -193,7 +193,7 @@ def _is_uneven(data: Data) -> bool:
 
 def _of_loading(data: Data) -> Iterator[str]:
     """Yield what to try about ranks that load for long."""
-    loads = [own[LOADS] / (sum(own.values()) or 1.0) for own in parts_of(data)]
+    loads = _loads(data)
     if max(loads) > _MUCH:
         who, share = name_of(data, loads.index(max(loads))), max(loads)
         if share < 1.5 * min(loads):
@@ -201,11 +201,17 @@ def _of_loading(data: Data) -> Iterator[str]:
         yield f"{who[0].upper()}{who[1:]} loads for {percent(share)} of its time. {_to_load_faster(data)}"
 
 
+def _loads(data: Data) -> list[float]:
+    """Return the share of loading in the time of each rank."""
+    return [own[LOADS] / (sum(own.values()) or 1.0) for own in parts_of(data)]
+
+
 def _of_waits(data: Data) -> Iterator[str]:
     """Yield what to try about ranks for which others wait."""
     parts, share, pace = parts_of(data), shares_of(data)[SLOWER], pace_of(data)
     if pace is not None and _beyond(parts, pace, part := _excess(parts, pace)) > 0:
-        if not (part == COMPUTING and _is_uneven(data)):
+        is_said = (part == COMPUTING and _is_uneven(data)) or (part == LOADS and max(_loads(data)) > _MUCH)
+        if not is_said:
             remedy = _remedy(data, pace, part)
             yield f"The others wait for {name_of(data, pace)}, most of all while it is {part}: {remedy}"
     elif share > _MUCH and (pace is not None or len(_were_there(data)) < len(parts)):
@@ -227,6 +233,8 @@ def _remedy(data: Data, pace: int, part: str) -> str:
         return stop
     if part == OTHER:
         return "look at its hooks, checkpoints and loggers. Write less often, or to a faster disk."
+    if part == LOADS:
+        return _to_load_faster(data)
     alone = "" if data["ranks"][pace]["rank"] else "what rank 0 does alone, "
     return (
         f"look for {alone}other work on its machine, let --bind core give each process cores of its own, or start "

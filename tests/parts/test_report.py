@@ -148,10 +148,7 @@ ADVICE = {
         job({}, {}),
         ["Nothing stands out: most of the time goes into computing, which is all that training_step does, logging "],
     ),
-    "loads": (
-        job({"loading": 60.0}, {"waiting": 70.0}),
-        ["Rank 0 loads for 44 % of its time", "The others wait for rank 0"],
-    ),
+    "loads": (job({"loading": 60.0}, {"waiting": 70.0}), ["Rank 0 loads for 44 % of its time. Give the DataLoader"]),
     "rank 0 writes checkpoints": (
         job({"between steps": 60.0}, {"waiting": 70.0}),
         ["The others wait for rank 0, most of all while it is between steps: look at its hooks, checkpoints and"],
