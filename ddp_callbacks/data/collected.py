@@ -65,7 +65,7 @@ class Collected:
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield lists and arrays that are attributes, and lists in dictionaries that are, with their names."""
     for owner in owners:
-        for attribute, value in list(vars(owner).items()):
+        for attribute, value in list(getattr(owner, "__dict__", {}).items()):
             name = f"{type(owner).__name__}.{attribute}"
             if isinstance(value, list) or (is_array(value) and value.ndim):
                 yield name, value
