@@ -285,10 +285,10 @@ class WholeDraws:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        before = states_of(default_generators())
         with drawing_by_rank(default_generators(), self._rank):
+            self._before = states_of(default_generators())
             yield
-        self._has_drawn_apart = self._has_drawn_apart or not are_equal(before, states_of(default_generators()))
+            self._has_drawn_apart |= not are_equal(self._before, states_of(default_generators()))
 
     @contextmanager
     def _whole(self, rows: Rows, kind: tuple[str, bool]) -> Iterator[None]:
