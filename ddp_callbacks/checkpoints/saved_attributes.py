@@ -125,6 +125,7 @@ def _parts_of(module: Any) -> dict[str, Any]:
         for name, value in vars(layer).items()
         if _is_of_user(value, layer) and name not in _inherited(layer, module)
     }
+    known = {*map(id, layers.values())}  # a torchmetric says of anything that it is equal
     inner = {
         f"{prefix}.{name}.{within}".strip("."): layer
         for prefix, owner in (owners | objects).items()
@@ -132,7 +133,7 @@ def _parts_of(module: Any) -> dict[str, Any]:
         for name, value in vars(owner).items()
         if isinstance(value, torch.nn.Module)
         for within, layer in value.named_modules()
-        if layer not in layers.values()
+        if id(layer) not in known
     }
     return layers | objects | inner
 

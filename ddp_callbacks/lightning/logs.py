@@ -47,6 +47,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         is_in_batch: Whether a batch is being computed.
         logs_step: Whether a value of this step was logged for a logger.
         is_shown: Whether the Trainer's metrics have the values of the last step.
+        logs_at_end: Whether this rank has logged anything since the last batch.
     """
 
     def __init__(self, training: bool, trainer: Any, batches: Batches, metrics: SyncedMetrics) -> None:
@@ -55,6 +56,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
+        self.logs_at_end = False
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -87,6 +89,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Record a number as a row: Lightning's own accumulation gets it after the next join."""
         metric = self[key]
+        self.logs_at_end = not self.is_in_batch
         self._logged.add(key)
         if self._is_synced:
             self.synced.add(key)
@@ -147,17 +150,12 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def end_pass(self) -> None:
         """End an epoch or an evaluation, after all its hooks."""
         self.is_in_batch, self._position, self._samples, self._first, self._joined = False, -1, 0, 0, -1
-        self._states = {}
+        self._states, self.logs_at_end = {}, False
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first batch of the pass, and this rank has no sample of it."""
         return self._position == self._first and not self._samples
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether this rank has logged numbers since the last join."""
-        return bool(self._rows)
 
     @property
     def is_full(self) -> bool:

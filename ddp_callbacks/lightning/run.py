@@ -368,7 +368,7 @@ class Run:
     def _before_monitor(self) -> None:
         """Join logged values before ModelCheckpoint or EarlyStopping reads them. A collective."""
         results, trainer = _logged.results_of(self._trainer), self._trainer
-        self._collected.checksums(results.has_rows)
+        self._collected.checksums(results.logs_at_end)
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
@@ -404,7 +404,7 @@ class Run:
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
-        collected = self._collected.checksums(results.has_rows)
+        collected = self._collected.checksums(results.logs_at_end)
         if self._trainer.training:
             self.decisions.pass_moment()
             own = [checksum_of_replica(self._held), random_state.offer(), collected]

@@ -197,7 +197,7 @@ def _of_loading(data: Data) -> Iterator[str]:
     if max(loads) > _MUCH:
         who, share = name_of(data, loads.index(max(loads))), max(loads)
         if share < 1.5 * min(loads):
-            who, share = "each rank", shares_of(data)[LOADS]
+            who, share = "each rank" if len(loads) > 1 else "the process", shares_of(data)[LOADS]
         yield f"{who[0].upper()}{who[1:]} loads for {percent(share)} of its time. {_to_load_faster(data)}"
 
 
@@ -277,7 +277,7 @@ def _beyond(parts: Sequence[Mapping[str, float]], place: int, part: str) -> floa
 
 
 def _of_job(data: Data) -> Iterator[str]:
-    shares, parts = shares_of(data), parts_of(data)
+    shares, parts, pace = shares_of(data), parts_of(data), pace_of(data)
     nodes = len({each["node"] for each in data["ranks"]})
     if shares[EXCHANGING] > _QUARTER:
         wire = ' and compress="bf16", which sends half of the bytes between nodes' if nodes > 1 else ""
@@ -286,12 +286,12 @@ def _of_job(data: Data) -> Iterator[str]:
             "processes may be as fast."
         )
     number, longest = max((each["longest"] for each in data["ranks"]), key=itemgetter(1))
-    if pace_of(data) is None and longest > _LONG * max(sum(own.values()) for own in parts):
+    if pace is None and longest > _LONG * max(sum(own.values()) for own in parts):
         yield f"Step {number} alone took {in_words(longest)}. See what the ranks did there."
     step = max(map(step_of, data["ranks"]))
     if len(parts) > 1 and step < _SMALL:
         yield f"A step takes {step * 1e3:.1f} ms, so there is little to divide: a larger batch gives each process more."
-    if shares[OTHER] > _QUARTER:
+    if shares[OTHER] > _QUARTER and (pace is None or _excess(parts, pace) != OTHER):
         is_check = sum(each["compared"] for each in data["ranks"]) > _MOSTLY * sum(own[OTHER] for own in parts)
         what = (
             "most of it to compare the first batch with one process, which verify=None leaves out."
