@@ -20,6 +20,7 @@ from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, is_called_by_us
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
 from ddp_callbacks.gradients.weighing import silence
+from ddp_callbacks.process_group.default_group import as_one_process
 from ddp_callbacks.randomness import Rows, WholeDraws
 
 Weight = Callable[[], tuple[float, float | None]]
@@ -127,7 +128,7 @@ class Draws:
         rows = first.rows if self._is_exact(first) else None
         if rows is not None:
             self._shared.rewind()
-        with self._shared.drawing():
+        with as_one_process(), self._shared.drawing():
             yield rows and Rows(0, rows.total, rows.total)
 
     def _is_exact(self, first: FirstBatch) -> bool:

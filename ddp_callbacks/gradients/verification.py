@@ -12,7 +12,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -44,7 +44,8 @@ from ddp_callbacks.reporting.recorder import recorder
 Verify = Literal["warn", "first_batch"]
 
 _RARELY = 200  # times as long as a comparison takes, until the next one
-_TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
+_TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
+_OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
 _log = logging.getLogger("ddp_callbacks")
 
@@ -296,7 +297,7 @@ def _compare(
             "module that computes it. Use the module that is given, and none that is global."
         )
     found = _differences(_sum(own, 1.0, group), expected)
-    is_telling = is_strict or max(found, default=0.0) > _TELLING * max(map(_largest, expected))
+    is_telling = is_strict or _is_telling(found, expected)
     found, differing = broadcast_object([found, found if is_telling else []], PURPOSE, group)
     if not found and computation.draws is not None:
         computation.draws.confirm()
@@ -376,6 +377,15 @@ def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor]) ->
     largest = [_largest(one - other) for one, other in zip(found, expected, strict=True)]
     most = math.sqrt(max(map(_epsilon, expected), default=0.0)) * max(map(_largest, expected), default=0.0)
     return [] if all(each <= most and math.isfinite(each) for each in largest) else largest
+
+
+def _is_telling(found: Sequence[float], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether a difference is larger than rounding makes it in any case."""
+    largest, epsilon = [*map(_largest, expected)], max(map(_epsilon, expected))
+    most = (_EXACT if epsilon <= torch.finfo(torch.float64).eps else _TELLING) * max(largest)
+    return any(
+        each > most or each > max(_OWN * mine, most / 10) for each, mine in zip(found, largest, strict=bool(found))
+    )
 
 
 def _remedy(module: nn.Module, adds_up: bool) -> str:

@@ -16,12 +16,13 @@ from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_ra
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.errors import ConfigurationError, MismatchError, reader_of, warn
+from ddp_callbacks.errors import ConfigurationError, MismatchError, is_called_by_us, reader_of, warn
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_world_size
+from ddp_callbacks.process_group.default_group import is_as_one_process
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.process_group.spawn import require_forkable
@@ -107,6 +108,8 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     @property
     def world_size(self) -> int:
         """The number of processes. A program that reads it before it makes its loaders may divide their batch by it."""
+        if is_as_one_process() and not is_called_by_us():
+            return 1
         size = int(super().world_size)
         if size > 1 and self._reader is None:
             self._reader = reader_of("world_size")

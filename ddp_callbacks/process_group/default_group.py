@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import require_torch
 from ddp_callbacks.cluster.environment import KEEP_GOING, WorkerEnv, stated_env, worker_env
 from ddp_callbacks.cluster.schedulers import number
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, is_called_by_us
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
 from ddp_callbacks.process_group.members import Members
@@ -27,6 +30,7 @@ from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 _MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi
+_as_one = ContextVar("as one process", default=False)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -36,7 +40,33 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes in ``group``; 1 before this process joins a group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    if not dist.is_initialized() or (is_as_one_process() and not is_called_by_us()):
+        return 1
+    return dist.get_world_size(group)
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Inside, a step of the program computes a whole batch: for it, though not for this library, there is one process.
+
+    So it counts terms that it divides by the number of processes, such as a prior, as one process does.
+    """
+    original, token = dist.get_world_size, _as_one.set(True)
+
+    def size_for_caller(group: dist.ProcessGroup | None = None) -> int:
+        return original(group) if is_called_by_us() else 1
+
+    dist.get_world_size = size_for_caller
+    try:
+        yield
+    finally:
+        dist.get_world_size = original
+        _as_one.reset(token)
+
+
+def is_as_one_process() -> bool:
+    """Whether this is inside :func:`as_one_process`."""
+    return _as_one.get()
 
 
 def current_env() -> WorkerEnv:

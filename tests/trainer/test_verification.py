@@ -26,6 +26,7 @@ from torchbearer import Trial
 from trainer_cases import OURS, TWO, Bodies, message_of, quiet
 from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, lbfgs, loader, masked
 
+from ddp_callbacks import get_world_size
 from ddp_callbacks.data.sharding import shard_loader
 from ddp_callbacks.gradients import verification
 from ddp_callbacks.gradients.verification import verify_gradient
@@ -248,6 +249,27 @@ class SummedWithATerm(Net):
         return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") + term
 
 
+class SummedWithATermByN(SummedWithATerm):
+    """Each process adds its part of the term; in the comparison, one process computes the whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        counts = {self.trainer.world_size, get_world_size(), dist.get_world_size() if dist.is_initialized() else 1}
+        term = sum(parameter.square().sum() for parameter in self.parameters())
+        (count,) = counts
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") + term / count
+
+
+class BesideALargeGradient(KnownOnly):
+    """Of another parameter, which hides no error of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 50 * self.scale.square()
+
+
 class HoldsALock(KnownOnly):
     """Which ``copy.deepcopy`` refuses."""
 
@@ -340,6 +362,12 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer with synchronized batch norm": (lambda: run_trainer(Normalized(), sync_batchnorm=True), PASSES),
     "a part over nothing": (
         lambda: run_trainer(NormalizedMaskedMean(), masked(29, 8, 0), weight=counted, sync_batchnorm=True),
+        PASSES,
+    ),
+    "a Trainer with a sum, and a term by the number of processes": (
+        lambda: outcome(
+            lambda: fit(CallbackStrategy(verify="first_batch", reduction="sum"), SummedWithATermByN(), loader(29, 8))
+        ),
         PASSES,
     ),
     "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
@@ -543,6 +571,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "by hand, of known targets": (lambda: trainer_tells(ByHand(MEAN_OF_KNOWN)), f"{TELLS}for parameter layers."),
     "adversaries": (lambda: trainer_tells(Adversaries(F.cross_entropy)), ""),
     "adversaries, of known targets": (lambda: trainer_tells(Adversaries(MEAN_OF_KNOWN)), TELLS),
+    "beside a large gradient": (lambda: trainer_tells(BesideALargeGradient()), f"{TELLS}for parameter layers."),
     "what cannot be copied": (lambda: trainer_tells(HoldsALock()), ""),
     "watched by a hook": (lambda: trainer_tells(Watched()), ""),
     "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
