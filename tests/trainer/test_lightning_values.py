@@ -242,7 +242,7 @@ def collecting() -> Any:
 
 
 def test_what_a_module_collects_of_its_part_is_named_unless_it_gathers_or_logs_it() -> None:
-    """A warning names what each process collects of its own part."""
+    """Collected parts are named."""
     (alone, *gathered), _ = WORLD.returned(collecting)
     assert [text.partition(",")[0] for text in alone] == [
         "PrintsAScore.found['scores'] collects what each process computes itself"
