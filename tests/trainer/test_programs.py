@@ -24,7 +24,9 @@ FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a criterion that is no module, and has one": Program(
         "trial", 420054, ("criterion_with_a_buffer", "criterion_is_an_object"), cut=0.4
     ),
-    "an average of the model in an object": Program("trainer", 0, ("average_in_an_object=module",), cut=0.4),
+    "an average of the model in an object, beside a metric": Program(
+        "trainer", 0, ("metric_logged_as_object=mean", "average_in_an_object=module"), cut=0.4
+    ),
     "tensors of an average in an object": Program("trainer", 0, ("average_in_an_object=tensors",), cut=0.4),
     "attention in an evaluation": Program("trainer", 3, ("drops_inside=MultiheadAttention_without_weights",)),
     "samples of which few draw": Program("trainer", 200490, ("augments=sometimes",)),
