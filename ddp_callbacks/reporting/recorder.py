@@ -186,7 +186,7 @@ class Recorder:
         self.send()
 
     def _note_validations(self) -> None:
-        if self.progress.validations > self._validated[0]:
+        if self.progress.steps and self.progress.validations > self._validated[0]:
             spent = self._seconds[VALIDATION] + self._waits[VALIDATION]
             self._validated = self.progress.validations, self.progress.steps, spent
 
