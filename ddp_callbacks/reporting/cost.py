@@ -61,6 +61,7 @@ class Step:
         nbytes: Bytes of gradients.
         processes: On each machine; they share its link.
         samples: Of the whole batch; 0 if unknown. A process cannot have less than one.
+        loading: Seconds of the fixed ones in which each process loads the whole batch, so that they grow with it.
     """
 
     fixed: float
@@ -69,23 +70,24 @@ class Step:
     nbytes: float
     processes: int = 1
     samples: int = 0
+    loading: float = 0.0
 
     def seconds(self, machines: int, network: Network, way: Way = EXACT, batch: float = 1.0) -> float:
         """Return the time of a step in which ``machines`` divide a batch of ``batch`` times the samples."""
         share = part_of(self.samples * batch, machines * self.processes) / part_of(self.samples, self.processes)
-        divided = self.divided * batch * share
+        divided, fixed = self.divided * batch * share, self.fixed + self.loading * (batch - 1)
         if machines == 1:
-            return self.fixed + divided
+            return fixed + divided
         buckets = list(self._buckets())
         sums = [self._wire(each, machines, network, way.half) for each in buckets]
         if way.every > 1:  # nothing hides them
-            return self.fixed + divided + sum(sums) / way.every
+            return fixed + divided + sum(sums) / way.every
         backward = self.backward * divided
         filled = done = 0.0
         for nbytes, seconds in zip(buckets, sums, strict=True):
             filled += nbytes
             done = max(done, backward * filled / self.nbytes) + seconds
-        return self.fixed + divided - backward + done
+        return fixed + divided - backward + done
 
     def times_as_fast(self, machines: int, network: Network, way: Way, grows: bool) -> float:
         """Return how many times as many samples per second so many machines compute as one."""

@@ -44,6 +44,8 @@ class Measured:
         steps: How many were measured.
         spread: By how much the first half of them took longer or shorter than all, as a share.
         is_over: Whether the script has ended by itself; then the spread is unknown, and 0.
+        loading: Seconds.
+        loads_all: Whether each process loads whole batches.
     """
 
     machines: int
@@ -60,6 +62,8 @@ class Measured:
     steps: int = 0
     spread: float = 0.0
     is_over: bool = False
+    loading: float = 0.0
+    loads_all: bool = False
 
 
 def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mapping[str, Any] | None = None) -> Measured:
@@ -106,6 +110,8 @@ def measured(before: Mapping[str, Any], after: Mapping[str, Any], middle: Mappin
         steps=steps,
         spread=spread,
         is_over=middle is None,
+        loading=mean[LOADING],
+        loads_all=any(rank["loads_all"] for rank in after["ranks"]),
     )
 
 
@@ -183,7 +189,9 @@ def _step(few: Measured, many: Measured, base: Measured) -> Step:
     own, others, of_base = (part_of(many.samples, run.processes) for run in (few, many, base))
     divided = min(max((whole - part) / (1 - others / own), 0.0), whole) if others < own else 0.0
     divided = min(divided * of_base / own, base.seconds)
-    return Step(base.seconds - divided, divided, many.backward / part, many.nbytes, base.processes, many.samples)
+    loading = base.loading if many.loads_all else 0.0
+    known = many.backward / part, many.nbytes, base.processes, many.samples, min(loading, base.seconds - divided)
+    return Step(base.seconds - divided, divided, *known)
 
 
 def _row(step: Step, machines: int, network: Network, ways: Sequence[Way]) -> dict[str, Any]:
@@ -222,7 +230,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"Validations take {shares} of that ({counted} of them): --seconds for more."
     elif few["validation"] or many["validation"]:
         yield "Left out: validations, of which not each run had a whole one. Let both train for longer (--seconds)."
-    if few["machines"] == many["machines"] and times < 1:
+    if few["machines"] == many["machines"] and times < 1 - _UNEVEN:
         yield "One process trains faster here than several: on several machines, start one on each."
     yield from _table(found)
     for way in found["predicted"][0]["ways"]:
@@ -232,7 +240,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"Network: {rate}{', assumed' if network == asdict(ASSUMED) else ''}."
     if samples := found["step"]["samples"]:
         yield f"A batch has {_count(samples, 'sample')}, so more than {_count(samples, 'process')} cannot divide it."
-    more = "" if any(counts) else ", no validation (none came in this time)"
+    is_seen = any(counts) or few["validation"] or many["validation"]
+    more = "" if is_seen else ", no validation (none came in this time)"
     yield f"Assumed: equal machines, a network that serves all of them at full rate, no late process{more}."
 
 

@@ -171,7 +171,15 @@ def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, b
 
     said = [
         times(steps)
-        | {"rank": n, "node": node, "first": times(1), "gradients": [4, 0, 0], "batch": 64, "validated": [0, 0, 0]}
+        | {
+            "rank": n,
+            "node": node,
+            "first": times(1),
+            "gradients": [4, 0, 0],
+            "batch": 64,
+            "loads_all": False,
+            "validated": [0, 0, 0],
+        }
         for n, (node, steps) in enumerate(ranks)
     ]
     return {"command": ["t.py"], "ranks": said}
@@ -233,6 +241,12 @@ def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
 ) -> None:
     first, *more, _ = [*itertools.takewhile(bool, predict.lines(predict.predict(few, many, NETWORK, (EXACT,)))), ""]
     assert first.startswith("Measured: ") and more == says
+
+
+def test_a_batch_that_each_process_loads_whole_gains_nothing_by_growing() -> None:
+    few, many = replace(FEW, seconds=0.07), replace(MANY, seconds=0.065, loading=0.06, loads_all=True)
+    found = predict.predict(few, many, Network(0.0, 1e15), (EXACT,))
+    assert found["predicted"][-1]["ways"]["exact"]["grown"] == pytest.approx(0.065 / 0.06, rel=0.01)
 
 
 def test_validations_that_nobody_has_seen_are_told() -> None:
