@@ -117,23 +117,17 @@ def test_an_exception_ends_a_program_only_if_it_has_left_it(tmp_path: Path, prog
     assert record is not None and (record.reason, record.is_over) == ("ZeroDivisionError: division by zero", is_over)
 
 
-DEEP = "\n".join(f"def f{n}(): f{n + 1}()" for n in range(60)) + "\ndef f60(): raise ValueError('deep')\nf0()"
+DEEP = "\n".join(f"def f{n}(): f{n + 1}()" for n in range(60)) + "\ndef f60(): raise ValueError('x' * 200_000)\nf0()"
 
 
-def test_a_long_traceback_is_shown_from_a_whole_frame_and_kept_whole(tmp_path: Path) -> None:
+def test_a_long_traceback_and_a_long_line_are_shown_in_part_and_kept_whole(tmp_path: Path) -> None:
     """A long traceback is shortened, not in the log."""
     _, shown, kept = left_by(tmp_path, DEEP)
-    head, left_out, *frames, reason = shown.splitlines()
+    head, left_out, *frames, begin, end = shown.splitlines()
     assert (head, left_out) == ("Traceback (most recent call last):", "  ... 23 more lines are in the log")
     assert len(frames) == 39 and all(line.startswith('  File "<string>", line ') for line in frames)
-    assert reason == "ValueError: deep" and kept.count("File") == 62 and kept.endswith(f"{reason}\n")
-
-
-def test_a_long_line_of_a_traceback_is_shown_without_its_middle_and_kept_whole(tmp_path: Path) -> None:
-    _, shown, kept = left_by(tmp_path, "raise ValueError('x' * 200_000)")
-    *_, begin, end = shown.splitlines()
     assert (begin, end) == (f"ValueError: {'x' * 988}...", f"...{'x' * 999}")
-    assert kept.endswith(f"\nValueError: {'x' * 200_000}\n")
+    assert kept.count("File") == 62 and kept.endswith(f"\nValueError: {'x' * 200_000}\n")
 
 
 def test_ctrl_c_while_a_rank_imports_modules_shows_one_line(tmp_path: Path) -> None:
