@@ -60,6 +60,7 @@ class Recorder:
         self._has_begun = self.is_loading = self._is_cut = False  # by an exception
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._waits, self._marked = dict.fromkeys(PARTS, 0.0), ""  # the last part that was marked
+        self._has_validated = False  # since the last step
         self._starting = 0.0  # of loading, until a pass has its first batch
         self.compared = 0.0  # of what lies between steps, to compare a batch with one process
         self._longest, self._spent = (0, 0.0), 0.0  # step, and seconds of its own; the latter by now
@@ -98,13 +99,15 @@ class Recorder:
             self._exchange += now - self._launched
             self._launched, self._sums = 0.0, self._sums + 1
 
-    @staticmethod
-    def _add(part: str, spent: float, waited: float, seconds: dict[str, float], waits: dict[str, float]) -> None:
-        """Add the seconds of a lap, of which a rank has waited some; for gradients, all of them."""
+    def _add(self, part: str, spent: float, waited: float, seconds: dict[str, float], waits: dict[str, float]) -> None:
+        """Add the seconds of a lap, of which a rank has waited some; for gradients, all of them.
+
+        Before the first step after a validation, it waits for the ranks that still validate.
+        """
         waited = spent if part == WAITING else waited
         seconds[part] += spent - waited
         seconds[WAITING] += waited
-        waits[part] += waited
+        waits[VALIDATION if self._has_validated else part] += waited
 
     def _part_now(self) -> str:
         """Return the part that has not ended yet."""
@@ -129,6 +132,7 @@ class Recorder:
         if self.is_alone or self._marked == LOADING:  # no engine sums gradients
             self.mark(FORWARD)
         if self.progress.step():
+            self._has_validated = False
             self._shortest.end_step(self._waits.values(), self._sums)
             self._note_longest()
             self._trace_step()
@@ -154,7 +158,7 @@ class Recorder:
         if not training and not self._has_begun:
             return
         self._mark_rest()
-        self.is_loading = True
+        self.is_loading, self._has_validated = True, self._has_validated or not training
         self.progress.begin_loading(batches, training)
         if training:
             self._note_validations()

@@ -788,5 +788,22 @@ def test_where_a_rank_had_not_waited_its_first_wait_is_one_for_slower_ranks() ->
     assert shortest.of(waits.values()) == [0, 0, 0, 10.0, 0, 0]
 
 
+def test_before_the_step_after_a_validation_a_rank_waits_for_those_that_validate(
+    clock: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / "out").touch()
+    made = Recorder(str(tmp_path / "out"))
+    made.mark("in forward")
+    made.begin_loading(batches_of(), False)
+    made.end_loading(False)
+    for seconds in (5.0, 1.0):
+        clock[0] += seconds
+        made.mark("waiting")
+        made.step()
+    made.send()
+    waits = dict(zip(PARTS, last_of(tmp_path / "out")["seconds"][len(PARTS) :], strict=False))
+    assert (waits["validation"], waits["waiting"]) == (5.0, 1.0)
+
+
 def test_a_step_has_no_waits_of_a_validation() -> None:
     assert summary.step_of(job({}, waits=NO_TIME | {"validation": 15.0})["ranks"][0]) == pytest.approx(0.06)
