@@ -16,7 +16,7 @@ ASSUMED = Network(50e-6, 10e9 / 8)  # the network of a single machine
 WORTH = 1.1  # times as fast: what twice as many machines must be
 FEWEST = 20  # steps to measure
 _FEW, _UNEVEN = 100, 0.05  # steps, and a spread, that are told
-_MORE = {False: "--seconds for more", True: "more epochs for more, as the script has ended by itself"}
+_MORE = {False: "--seconds for more", True: "the script ended by itself, so let it train for more epochs"}
 _MOST = 1.2  # times as fast as processes allow: caches help, more is no measurement
 
 
@@ -229,7 +229,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         counted = " and ".join(f"{count:,}" for count in counts)
         yield f"Validations take {shares} of that ({counted} of them): --seconds for more."
     elif few["validation"] or many["validation"]:
-        yield "Left out: validations, of which not each run had a whole one. Let both train for longer (--seconds)."
+        yield "Left out: validations. Not each run had a whole one: let both train for longer (--seconds)."
     if few["machines"] == many["machines"] and times < 1 - _UNEVEN:
         yield "One process trains faster here than several: on several machines, start one on each."
     yield from _table(found)
@@ -241,7 +241,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if samples := found["step"]["samples"]:
         yield f"A batch has {_count(samples, 'sample')}, so more than {_count(samples, 'process')} cannot divide it."
     is_seen = any(counts) or few["validation"] or many["validation"]
-    more = "" if is_seen else ", no validation (none came in this time)"
+    more = "" if is_seen else ", no validations (the runs had none)"
     yield f"Assumed: equal machines, a network that serves all of them at full rate, no late process{more}."
 
 

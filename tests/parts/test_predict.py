@@ -210,7 +210,7 @@ MANY = Measured(1, 2, 0.03, 0.02, 0.0, 0.0, MiB, steps=500)
 VALIDATES = replace(FEW, validations=Validations(5, 500, 25.0))
 MEANS = "These are means of {} steps (first half: 0% off) and 500 steps (first half: {}% off): --seconds for more."
 ONE_IS_FASTER = "One process trains faster here than several: on several machines, start one on each."
-LEFT_OUT = "Left out: validations, of which not each run had a whole one. Let both train for longer (--seconds)."
+LEFT_OUT = "Left out: validations. Not each run had a whole one: let both train for longer (--seconds)."
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ LEFT_OUT = "Left out: validations, of which not each run had a whole one. Let bo
             replace(FEW, steps=60, is_over=True),
             MANY,
             [
-                "These are means of 60 steps and 500 steps (first half: 0% off): more epochs for more, as the script "
-                "has ended by itself."
+                "These are means of 60 steps and 500 steps (first half: 0% off): the script ended by itself, so "
+                "let it train for more epochs."
             ],
         ),
         (FEW, replace(MANY, seconds=0.06), [ONE_IS_FASTER]),
@@ -251,7 +251,7 @@ def test_a_batch_that_each_process_loads_whole_gains_nothing_by_growing() -> Non
 
 def test_validations_that_nobody_has_seen_are_told() -> None:
     *_, last = predict.lines(predict.predict(FEW, MANY, NETWORK, (EXACT,)))
-    assert last.endswith(", no late process, no validation (none came in this time).")
+    assert last.endswith(", no late process, no validations (the runs had none).")
 
 
 def test_a_run_that_is_cut_amid_a_validation_counts_the_whole_ones() -> None:
