@@ -8,13 +8,16 @@ what messages and checkpoints hold.
 from __future__ import annotations
 
 import hashlib
+import marshal
 import random
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.codec import bytes_of
 
 State = Sequence[Any]
@@ -22,6 +25,7 @@ State = Sequence[Any]
 The states of generators that are attributes of a loader and its samplers follow, if you ask for them."""
 
 GLOBAL = 4  # number of global generators
+_MARSHAL = 2  # the newest version in which equal data have equal bytes
 
 
 def get_global_state(sources: Sequence[object] = ()) -> State:
@@ -52,6 +56,12 @@ def _global_generators() -> list[Any]:
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None
     return [torch.default_generator, random, numpy and numpy.random, cuda]
+
+
+def checksums_of(state: State) -> list[int]:
+    """Return one checksum of the generators of torch, and one of Python's and NumPy's."""
+    torchs, python, numpys, cuda = state[:GLOBAL]
+    return [checksum_of([torchs, cuda]), zlib.crc32(marshal.dumps([python, numpys], _MARSHAL))]
 
 
 def copied_generator() -> torch.Generator:

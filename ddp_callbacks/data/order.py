@@ -16,9 +16,9 @@ from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
     State,
+    checksums_of,
     digest_of,
     get_global_state,
-    is_same_state,
     own_generators,
     set_generators,
     set_global_state,
@@ -27,7 +27,7 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.data.iterator import DividedLoader, Start
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.order_state import Attributes, other_batches
-from ddp_callbacks.data.random_state import OwnRandomState
+from ddp_callbacks.data.random_state import OwnRandomState, changed_state
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
 
@@ -86,7 +86,7 @@ class Order(Iterable[Any]):
         self._begin = get_global_state(self._sources)
         self._attributes = self._start.attributes.take() if self._start else {}
         self.seed = self.seed or digest_of(self._number, self._begin[0], *self._begin[GLOBAL:])
-        self._state = OwnRandomState()
+        self._state = OwnRandomState(self._begin[:GLOBAL])
         with self._state.drawing():
             self._batches, self._is_fixed = begin_at(self._sampler, number)
 
@@ -116,7 +116,7 @@ class Order(Iterable[Any]):
             raise ConfigurationError(message)
         block, self._is_over, self.seed, states, drawn = message
         set_generators(self._sources, states)
-        if drawn and not self._runs_sampler and digest_of(*get_global_state()) == drawn[0]:
+        if drawn and not self._runs_sampler and checksums_of(get_global_state()) == drawn[0]:
             set_global_state(drawn[1])
         self._drawn += len(block)
         if block:
@@ -133,8 +133,8 @@ class Order(Iterable[Any]):
             block = _plain(self._next_block(), self._sampler)
         except ConfigurationError as error:
             return str(error)
-        after = get_global_state()
-        drawn = [] if is_same_state(before, after) else [digest_of(*before), after]
+        changed = changed_state(before)
+        drawn = [] if all(state is None for state in changed) else [checksums_of(before), changed]
         return [block, self._is_over, self.seed, states_of_generators(self._sources), drawn]
 
     def _next_block(self) -> list[Any]:

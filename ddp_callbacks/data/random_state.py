@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.checksums import checksum_of
-from ddp_callbacks.comm.collectives import broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.data.global_state import (
     GLOBAL,
     State,
+    checksums_of,
     digest_of,
     get_global_state,
     is_same_state,
@@ -36,6 +36,9 @@ class OwnRandomState:
     Draws inside ``with own.drawing():`` depend on this state alone, not on draws outside, so you can repeat them. The
     global state of each library from which nothing draws outside advances with this one, as it would without us.
 
+    Args:
+        state: The current global state; ``None`` reads it.
+
     Attributes:
         state: The state that the next :meth:`drawing` starts from.
         has_drawn: Whether code inside has drawn.
@@ -44,8 +47,8 @@ class OwnRandomState:
 
     has_drawn = takes_turns = False
 
-    def __init__(self) -> None:
-        self.state = get_global_state()
+    def __init__(self, state: State | None = None) -> None:
+        self.state = get_global_state() if state is None else state
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -91,18 +94,18 @@ class SharedRandomState(OwnRandomState):
 
     def follow(self) -> None:
         """Let the next draws be those that follow rank 0's last ones, inside or outside. A collective."""
-        changed = dict(broadcast_object(changed_states(self.state), _PURPOSE, self._group))
-        self.state = [changed.get(number, state) for number, state in enumerate(self.state)]
+        changed = broadcast_object(changed_state(self.state), _PURPOSE, self._group)
+        self.state = [state if new is None else new for state, new in zip(self.state, changed, strict=True)]
 
     def rewind(self) -> None:
         """Let the next draws be the first ones again. Local."""
         self.state = self.begin[:GLOBAL]
 
 
-def changed_states(known: State) -> list[list[Any]]:
-    """Return each global state that is no longer the known one, after its number. Local."""
-    both = enumerate(zip(get_global_state(), known, strict=True))
-    return [[number, state] for number, (state, before) in both if not is_same_state([state], [before])]
+def changed_state(known: State) -> State:
+    """Return the global state, with ``None`` for each generator whose state is still the known one. Local."""
+    both = zip(get_global_state(), known, strict=True)
+    return [None if is_same_state([state], [before]) else state for state, before in both]
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
@@ -173,54 +176,43 @@ class RunRandomState:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._accepted: list[Any] = [None] * GLOBAL
         self.draws: WholeDraws | None = None
 
     def synchronize(self) -> None:
         """Continue on all ranks from rank 0's state. A collective."""
         if get_world_size(self._group) > 1:
-            self._accepted = [None] * GLOBAL  # a failure may have left the ranks with different ones
-            self.accept(broadcast_object(self.offer(), _PURPOSE, self._group))
+            self.follow(all_gather_object(self.checksums(), _PURPOSE, self._group))
 
-    def offer(self) -> Any:
-        """Return rank 0's states that changed since the last time, for :meth:`accept`; ``None`` on other ranks. Local.
+    def checksums(self) -> list[int]:
+        """Return :func:`checksums_of` this process's state, for :meth:`follow`. Local.
 
-        The states are tensors and plain data. You may send them as part of another message.
+        You may send them as part of another message.
         """
-        if get_rank(self._group):
-            return None
-        return changed_states(self._accepted)
+        return checksums_of(get_global_state())
 
-    def accept(self, offered: Any) -> None:
-        """Like :meth:`synchronize`, but local; every rank calls it.
+    def follow(self, of_ranks: Sequence[list[int]]) -> None:
+        """Like :meth:`synchronize`, but local if the checksums are equal.
 
         Args:
-            offered: The result of rank 0's :meth:`offer` at this moment.
+            of_ranks: Each rank's :meth:`checksums` at this moment.
         """
-        changed = dict(offered)
-        self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
-        if get_rank(self._group):
-            restore_global_state(self._accepted)
+        if any(found != of_ranks[0] for found in of_ranks):
+            restore_global_state(broadcast_object(get_global_state(), _PURPOSE, self._group))
 
     def report(self) -> list[Any]:
-        """Return what :meth:`offer` does, checksums of the generators of torch and of others, and a report of draws.
-
-        Local.
-        """
-        torchs, python, numpys, cuda = get_global_state()
-        digests = [checksum_of([torchs, cuda]), checksum_of([python, numpys])]
-        return [self.offer(), digests, self.draws and self.draws.report()]
+        """Return :meth:`checksums` and a report of draws, for :meth:`take`. Local."""
+        return [self.checksums(), self.draws and self.draws.report()]
 
     def take(self, reports: Iterable[Sequence[Any]]) -> None:
-        """Like :meth:`accept`, after noting ranks that have drawn another amount than rank 0. Local.
+        """Like :meth:`follow`, after noting ranks that have drawn another amount than rank 0.
 
         Args:
             reports: Each rank's :meth:`report`, at one moment.
         """
-        (offered, *_), digests, of_draws = zip(*reports, strict=True)
+        checksums, of_draws = zip(*reports, strict=True)
         if self.draws is not None:
-            self.draws.compare(digests, of_draws)
-        self.accept(offered)
+            self.draws.compare(checksums, of_draws)
+        self.follow(checksums)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state as tensors and plain data. Local."""
@@ -231,5 +223,4 @@ class RunRandomState:
 
         This also sets CUDA's state, as soon as CUDA is in use.
         """
-        self._accepted = [None] * GLOBAL
         restore_global_state(state["global"])

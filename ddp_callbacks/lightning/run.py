@@ -405,18 +405,16 @@ class Run:
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
         collected = self._collected.checksums(results.logs_at_end)
+        checksum = None
         if self._trainer.training:
             self.decisions.pass_moment()
-            own = [checksum_of_replica(self._held), random_state.offer(), collected]
-            checksums, (offered, *_), of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
-            random_state.accept(offered)
-            if any(checksum != checksums[0] for checksum in checksums):
-                when = f"at the end of epoch {self._trainer.current_epoch}"
-                require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
-        else:
-            own = [random_state.offer(), collected]
-            (offered, *_), of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
-            random_state.accept(offered)
+            checksum = checksum_of_replica(self._held)
+        own = [checksum, random_state.checksums(), collected]
+        checksums, of_random, of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
+        random_state.follow(of_random)
+        if any(checksum != checksums[0] for checksum in checksums):
+            when = f"at the end of epoch {self._trainer.current_epoch}"
+            require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
         self._collected.warn(of_ranks, get_rank())
         results.end_pass()
         self._draws.note_apart(OTHER_ROWS if self.batches.have_other_rows else "")

@@ -3,7 +3,7 @@
 All events draw from one random state on all ranks: they may prune parameters. Forward, criterion and what comes between
 draw for the whole batch, of which each rank keeps its rows, as do the events that get its samples; see
 :class:`ddp_callbacks.WholeDraws`. The message that merges the metrics of a pass gives all ranks rank 0's state again,
-if a callback has drawn on some ranks only; so does the start of an epoch.
+if a callback has drawn on some ranks only; so does the one that compares the replicas.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class ShardData(DistributedCallback):
         for name in ("on_sample", "on_sample_validation"):
             wrap_event(callbacks, name, self._begin_batch)
         if self._may_be_several:
-            for name in ("on_start_epoch", "on_end"):
-                wrap_event(callbacks, name, self._synchronize)
+            wrap_event(callbacks, "on_end", self._synchronize)
             wrap_event(callbacks, "on_backward", self._aside)
             wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
             wrap_event(callbacks, "on_step_validation", self._end_evaluating)
@@ -184,7 +183,7 @@ class ShardData(DistributedCallback):
     def _drawing_whole(self, state: State, stage: str = "step") -> AbstractContextManager[None]:
         """Inside, draw for the whole batch."""
         assert self._draws is not None
-        share = state.data.get(SHARE)
+        share = state.get(SHARE)
         return self._draws.batch(None if share is None else share.rows, stage)
 
     @contextmanager

@@ -20,13 +20,23 @@ from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, re
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import parameters as replicas
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.equality import OnDivergence
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, Call, DistributedCallback, aggregator_of, handles
-from ddp_callbacks.torchbearer.state import DATA_KEYS, SHARE, STEP_TIMES, WEIGHS_LOSS, State, held_by, share_of
+from ddp_callbacks.torchbearer.state import (
+    DATA_KEYS,
+    RUN_RANDOM_STATE,
+    SHARE,
+    STEP_TIMES,
+    WEIGHS_LOSS,
+    State,
+    held_by,
+    share_of,
+)
 from ddp_callbacks.versions import __version__
 
 _MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles one of these events, and may stop there
@@ -216,8 +226,9 @@ class StopTogether(DistributedCallback):
     steps, see :class:`ddp_callbacks.replicas.checks.ReplicaChecks`.
 
     At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
-    (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the
-    decisions to stop. Ranks that read merged epoch metrics decide the same anyway; this covers decisions that differ.
+    (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory), the decisions to
+    stop and the random states: ranks that have drawn another amount than rank 0 get its state again. Ranks that read
+    merged epoch metrics decide the same anyway; this covers decisions that differ.
 
     After each step, which costs a small message, the ranks agree only if a callback may stop there: ``TerminateOnNaN``
     on one rank's running loss, ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the
@@ -248,6 +259,8 @@ class StopTogether(DistributedCallback):
         callbacks = list(state[CALLBACK_LIST])
         self._meeting = [name for name, events in _MAY_STOP.items() if any(_may_stop(one, events) for one in callbacks)]
         self._checks = None
+        if RUN_RANDOM_STATE in state:  # another callback may have drawn on some ranks only
+            state[RUN_RANDOM_STATE].synchronize()
 
     def on_start_training(self, state: State) -> None:
         if self._checks is None and self.world_size > 1 and STEP_TIMES in state:
@@ -267,10 +280,13 @@ class StopTogether(DistributedCallback):
 
     def on_checkpoint(self, state: State) -> None:
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
-        stops = replicas.require_equal_replicas(
-            held_by(state), when, self.process_group, bool(state[STOP_TRAINING]), self._on_divergence
-        )
+        random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
+        own = [bool(state[STOP_TRAINING]), random_state and random_state.checksums()]
+        of_ranks = replicas.require_equal_replicas(held_by(state), when, self.process_group, own, self._on_divergence)
+        stops, of_random = zip(*of_ranks, strict=True)
         state[STOP_TRAINING] = any(stops)
+        if random_state is not None:
+            random_state.follow(of_random)
 
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:
