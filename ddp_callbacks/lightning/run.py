@@ -103,7 +103,10 @@ class Run:
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
+        collected = self._of_evaluation
         if trainer.predicting:
+            self._exit.before(trainer.predict_loop, "on_run_start", lambda: self._collected.begin(self._collectors))
+            self._exit.before(trainer.predict_loop, "on_run_end", self._of_evaluation.end)
             Predictions(trainer, self._exit, self._draws)
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,6 +339,8 @@ class Run:
 
     def end(self) -> None:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
+        if self._trainer.predicting:
+            self._collected.warn(all_gather_object(self._collected.checksums(), "what is collected"), get_rank())
         self.random_state.synchronize()
 
     def merge_buffers(self) -> None:

@@ -227,6 +227,8 @@ class PrintsAScore(Net):
         str(len(found))
         self.found["scores"].clear()
 
+    predict_step, on_predict_epoch_end = validation_step, on_validation_epoch_end
+
 
 def gathered_by_torch(own: list[Any]) -> list[Any]:
     found = [None] * dist.get_world_size()
@@ -238,16 +240,18 @@ def gathered_by_torch(own: list[Any]) -> list[Any]:
 def collecting() -> Any:
     ways = None, gathered_by_torch, lambda own: all_gather_object(own, "the scores")
     rows = loader(48, 8, shuffle=True), loader(12, 4, 9)
-    return [warned(lambda way=way: fit(OURS, PrintsAScore(way), *rows), "collects") for way in ways]
+    fits = [warned(lambda way=way: fit(OURS, PrintsAScore(way), *rows), "collects") for way in ways]
+    new = [lambda way=way: trainer(OURS).predict(PrintsAScore(way), rows[0]) for way in ways]
+    return fits, [warned(each, "collects") for each in new]
 
 
 def test_what_a_module_collects_of_its_part_is_named_unless_it_gathers_or_logs_it() -> None:
     """Collected parts are named."""
-    (alone, *gathered), _ = WORLD.returned(collecting)
-    assert [text.partition(",")[0] for text in alone] == [
-        "PrintsAScore.found['scores'] collects what each process computes itself"
-    ]
-    assert gathered == [[], []]
+    for alone, *gathered in WORLD.returned(collecting)[0]:
+        assert [text.partition(",")[0] for text in alone] == [
+            "PrintsAScore.found['scores'] collects what each process computes itself"
+        ]
+        assert gathered == [[], []]
 
 
 class Collects(Net):
