@@ -103,7 +103,6 @@ class Run:
             self._exit.before(loop, "run", self.decisions.pass_moment)
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
-        collected = self._of_evaluation
         if trainer.predicting:
             self._exit.before(trainer.predict_loop, "on_run_start", lambda: self._collected.begin(self._collectors))
             self._exit.before(trainer.predict_loop, "on_run_end", self._of_evaluation.end)
