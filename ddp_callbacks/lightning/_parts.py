@@ -154,6 +154,13 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def is_lightnings_callback(package: str, callback: Any) -> bool:
+    """Whether a callback's class is Lightning's own, or derived from one; no progress bar, which continues."""
+    callbacks = importlib.import_module(f"{ROOTS[package]}.callbacks")
+    kinds = [kind for kind in type(callback).__mro__ if kind.__module__.startswith(f"{ROOTS[package]}.")]
+    return kinds[0] is not callbacks.Callback and not isinstance(callback, callbacks.ProgressBar)
+
+
 def compares_losses(callback: Any) -> bool:
     """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
     if ".tuner." in (home := type(callback).__module__):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.checkpoints.recovery import Recovery
+from ddp_callbacks.data.attributes import decode, encode, plain_attributes
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.process_group.survivors import note_call
 
@@ -41,25 +42,46 @@ class RecoveringLauncher:
 
 
 class _Begin:
-    """What a call of a Trainer begins with, and begins with again."""
+    """What a call of a Trainer begins with, and begins with again.
+
+    Lightning's callbacks change themselves and the Trainer in a fit, and find neither changed in a program that starts
+    again. A callback of the user's own keeps what it has.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._stage = trainer, trainer.state.stage
         self._places = trainer.strategy.places  # at the end of the call before
         trainer.strategy.places = ()
-        self._modes = [(part, part.training) for part in trainer.lightning_module.modules()]
+        module = trainer.lightning_module
+        self._modes = [(part, part.training) for part in module.modules()]
+        self._dtypes = [(each, each.dtype) for each in [*module.parameters(), *module.buffers()]]
+        self._settings = [(owner, _settings_of(owner)) for owner in (trainer, trainer.fit_loop)]
+        package = trainer.strategy.package
+        own = [each for each in trainer.callbacks if _parts.is_lightnings_callback(package, each)]
+        self._callbacks = [(each, dict(vars(each)), encode(plain_attributes(each))) for each in own]
 
     def begin_again(self) -> None:
         """Forget a run that has failed, as Lightning does after an exception, but call no hooks."""
         trainer = self._trainer
         _parts.tear_down(trainer)
         _logged.put_results_back(trainer)  # a single process has nobody to join the values with
+        for owner, before in self._settings:
+            vars(owner).update(before)
         trainer.state.stage, trainer.should_stop = self._stage, False
         for part, training in self._modes:
             part.training = training
+        for tensor, dtype in self._dtypes:
+            tensor.data = tensor.data.to(dtype)
+        for callback, attributes, plain in self._callbacks:
+            vars(callback).clear()
+            vars(callback).update(attributes | decode(plain, trainer.strategy.root_device))
 
     def follow(self) -> None:
         """Take the new rank, and let the loggers log to where rank 0's did."""
         trainer = self._trainer
         trainer.strategy.set_world_ranks()  # the loggers ask which rank this is
         trainer.strategy.follow_places(trainer.strategy.places or self._places)
+
+
+def _settings_of(owner: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if isinstance(value, bool | int | float | str | None)}

@@ -1,5 +1,7 @@
 """Trains until processes of it die: ``dying.py trial sgd`` or ``dying.py trainer adam``. By itself, it is the truth.
 
+``dying.py trainer averaged`` has callbacks of Lightning that change themselves, the Trainer and its schedulers.
+
 ``DIES`` is a plan, by the rank that a process was started with: ``{"0": ["backward", 5]}`` kills rank 0 in its fifth
 backward, ``{"2": ["time", 0.3]}`` kills rank 2 so many seconds after it was about to join, and
 ``{"2": ["backward", 5, "stays"]}`` lets rank 2 say that it is there, and stay, until something else ends it;
@@ -152,7 +154,7 @@ class Network(nn.Module):
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9) if name == "sgd" else torch.optim.Adam(parameters, 0.02)
+    return torch.optim.Adam(parameters, 0.02) if name == "adam" else torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -213,7 +215,7 @@ def trial(optimizer: str) -> dict[str, Any]:
 
 def trainer(optimizer: str) -> dict[str, Any]:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
     from lightning.pytorch.loggers import CSVLogger
 
     import ddp_callbacks.lightning  # noqa: F401
@@ -254,6 +256,7 @@ def trainer(optimizer: str) -> dict[str, Any]:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     best = ModelCheckpoint(monitor="val_loss")  # in the folder of the log, whose version rank 0 chooses
+    changing = [GradientAccumulationScheduler({1: 2}), StochasticWeightAveraging(0.05, 1, 1)]  # what a fit begins with
     made = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -261,7 +264,7 @@ def trainer(optimizer: str) -> dict[str, Any]:
         sync_batchnorm=not IS_TRUTH,
         max_epochs=EPOCHS,
         logger=CSVLogger("logs"),
-        callbacks=[best],
+        callbacks=[best, *changing] if optimizer == "averaged" else [best],
         log_every_n_steps=2,
         enable_progress_bar=False,
         enable_model_summary=False,

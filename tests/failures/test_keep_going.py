@@ -12,9 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from kit.ranks import Nursery, noting_errors, run_distributed
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from misfortunes import suffer
 from survival import KINDS, OPTIMIZERS, SEED, Plan, prove
@@ -24,12 +27,14 @@ from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.comm.topology import new_subgroup
 from ddp_callbacks.lightning import CallbackStrategy
+from ddp_callbacks.lightning.recovery import _Begin
 from ddp_callbacks.process_group import resolve_group, survivors
 
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "rank", "copies"), [("trial", "sgd", 0, "seldom"), ("trainer", "adam", 2, "often")]
+    ("kind", "optimizer", "rank", "copies"),
+    [("trial", "sgd", 0, "seldom"), ("trainer", "adam", 2, "often"), ("trainer", "averaged", 1, "often")],
 )
 def test_a_run_that_loses_a_process_has_the_numbers_of_one(
     tmp_path: Path, kind: str, optimizer: str, rank: int, copies: str
@@ -94,6 +99,18 @@ def test_a_rank_that_dies_while_a_further_group_connects_is_named_at_once(nurser
     other, _ = nursery.run(die_before_a_further_group, 2, tmp_path, environ={KEEP_GOING: "1"})
     kind, text = other.notes["error"]
     assert kind == "PeerError" and "rank 1 (host" in text and "the connections of a further process group" in text, text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_that_begins_again_has_the_dtypes_with_which_it_began() -> None:
+    """An average of the model that a callback makes again, before the module is converted, keeps its dtype."""
+    trainer, module = pl.Trainer(strategy="ddp_callbacks", accelerator="cpu", devices=1, logger=False), BoringModel()
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    begin = _Begin(trainer)
+    module.double()
+    begin.begin_again()
+    assert module.layer.weight.dtype == torch.float32
 
 
 def log_where_others_have(folder: str) -> int:
