@@ -53,7 +53,8 @@ def pack(value: Any) -> tuple[Json, list[torch.Tensor]]:
     """Convert nested plain data to JSON, in which tensors are replaced by their index; return it and the tensors.
 
     Raises:
-        TypeError: The data hold anything but tensors, numbers, strings, ``None``, lists, tuples and dicts.
+        TypeError: The data hold anything but tensors, NumPy arrays of numbers, numbers, strings, ``None``, lists,
+            tuples and dicts.
     """
     tensors: list[torch.Tensor] = []
     return _pack(value, tensors), tensors
@@ -65,6 +66,9 @@ def _pack(value: Any, tensors: list[torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
+    if type(value).__module__ == "numpy" and not isinstance(value, float):
+        tensors.append(torch.as_tensor(value.copy()))
+        return {"array": len(tensors) - 1}
     if isinstance(value, dict):
         return {"dict": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
@@ -72,15 +76,15 @@ def _pack(value: Any, tensors: list[torch.Tensor]) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
     raise TypeError(
-        f"only tensors and plain data can be sent between processes, got a {type(value).__name__}: {value!r}"
+        f"only tensors, arrays and plain data can be sent between processes, got a {type(value).__name__}: {value!r}"
     )
 
 
 def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     """Inverse of :func:`pack`."""
     ((kind, item),) = value.items()
-    if kind == "tensor":
-        return tensors[item]
+    if kind in ("tensor", "array"):
+        return tensors[item] if kind == "tensor" else tensors[item].numpy()
     if kind == "dict":
         return {unpack(key, tensors): unpack(entry, tensors) for key, entry in item}
     if kind in ("list", "tuple"):

@@ -111,8 +111,8 @@ def all_gather_object(value: Any, purpose: str, group: dist.ProcessGroup | None 
     """Gather every rank's ``value``, in rank order. A collective.
 
     Args:
-        value: Tensors, numbers, strings and ``None``, in any lists, tuples and dicts. Floats keep every bit, including
-            NaN and infinities. The ranks' values may differ in everything.
+        value: Tensors, NumPy arrays, numbers, strings and ``None``, in any lists, tuples and dicts. Floats keep every
+            bit, including NaN and infinities. The ranks' values may differ in everything.
         purpose: For error messages: "the loss of an epoch".
         group: The ranks' process group; ``None`` is the default group.
 

@@ -98,12 +98,16 @@ def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FirstBatch(NamedTuple):
-    """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown."""
+    """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown.
+
+    ``logs`` weighs what the step logs as means, if it is not weighed as the loss.
+    """
 
     whole: Any
     part: Any
     weight: Weight
     rows: Rows | None = None
+    logs: Weight | None = None
 
 
 class Draws:

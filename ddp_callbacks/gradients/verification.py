@@ -230,7 +230,7 @@ def check_logged(
 
             expected = of_whole()
             with draws.of_part(first):
-                own = compute(first.part, first.rows, fraction_of(first.weight, group))
+                own = compute(first.part, first.rows, fraction_of(first.logs or first.weight, group))
             if text := _differing(own, expected, of_whole, group):
                 draws.require_told()
                 raise MismatchError(
@@ -274,23 +274,23 @@ def _compare(
     attempt, draws = functools.partial(attempt_on_all, group, is_strict), Draws(computation, group)
 
     def compute(
-        batch: Any, rows: Rows | None, weigh: Callable[[], float]
+        batch: Any, rows: Rows | None, weigh: Callable[[Weight], float]
     ) -> tuple[float, list[torch.Tensor], dict[str, float]]:
         with ExitStack() as stack:
             copies = attempt(lambda: copies_of(computation, stack, is_strict))
             stack.enter_context(computation.drawing(rows, copies))
             loss = attempt(lambda: computation.compute(copies, batch))
-            fraction = weigh()
-            logged = _weighed(computation.logged(), fraction)
+            fraction = weigh(first.weight)
+            logged = _weighed(computation.logged(), weigh(first.logs) if first.logs else fraction)
             return fraction, attempt(lambda: weighed_gradients(loss, fraction, copies[0])), logged
 
     def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
         with draws.of_whole(first) as rows:
-            return compute(first.whole, rows, lambda: 1.0)[1:]
+            return compute(first.whole, rows, lambda _: 1.0)[1:]
 
     expected, logged_whole = of_whole()
     with draws.of_part(first):
-        fraction, own, logged = compute(first.part, first.rows, lambda: fraction_of(first.weight, group))
+        fraction, own, logged = compute(first.part, first.rows, lambda weight: fraction_of(weight, group))
     if not any(map(_largest, expected)):
         raise ConfigurationError(
             f"the gradients of {which} cannot be compared: its loss depends on no parameter of the copy of the "

@@ -176,9 +176,13 @@ class Batches:
         rows = {loader.shares[0].rows for loader in loaders if isinstance(loader, ShardedLoader) and loader.shares}
         return rows.pop() if len(rows) == 1 else None
 
-    def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
-        """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
-        return weigh(batch, share, self._weight_of, self._reduction)
+    def weigh(self, batch: Any, share: Share, reduction: Reduction | None = None) -> tuple[float, float | None]:
+        """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local.
+
+        Args:
+            reduction: ``"mean"``: the weight of what a step logs; ``None``: that of the loss.
+        """
+        return weigh(batch, share, self._weight_of, reduction or self._reduction)
 
 
 def require_alike_steps(trainer: Any) -> None:

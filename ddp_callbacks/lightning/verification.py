@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -98,7 +99,8 @@ def _load(trainer: Any, silent: Any, loaders: Sequence[Any], batches: Batches, *
     with without_draws("a hook that transfers batches"), Replacements() as quiet:
         quiet.set(trainer, "profiler", silent.profiler)
         whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
-    return FirstBatch(whole, part, lambda: batches.weigh(part, first.share), first.share.rows)
+    weigh = functools.partial(batches.weigh, part, first.share)
+    return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
 
 
 def _instead(trainer: Any, silent: Any) -> dict[int, Any]:

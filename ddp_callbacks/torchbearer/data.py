@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
+from torchbearer.callbacks import AggregatePredictions as Aggregate
 
 from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import is_wanted
@@ -238,8 +239,10 @@ class ShardData(DistributedCallback):
             both = zip(aggregator.predictions_list, self._is_mine, strict=False)
             gathered = gather_outputs([output if is_mine else ... for output, is_mine in both], self.process_group)
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = [output for output in gathered if output is not ...][:limit]
-            aggregator.on_end_validation(state)
+            predictions = [output for output in gathered if output is not ...][:limit]
+            for each in [aggregator, *(own for own in state[torchbearer.CALLBACK_LIST] if isinstance(own, Aggregate))]:
+                each.predictions_list = predictions
+                each.on_end_validation(state)
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:

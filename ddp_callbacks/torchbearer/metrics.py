@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
+from torchbearer.callbacks import AggregatePredictions
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
@@ -144,10 +145,12 @@ class MetricsPass:
     ) -> None:
         self._list = state[torchbearer.METRIC_LIST]
         self._loss_weight, self._collected, self._group = loss_weight, collected, group
-        collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
+        is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
+        gathered = AggregatePredictions if is_dealt else ()
+        callbacks = [each for each in state[torchbearer.CALLBACK_LIST] if not isinstance(each, gathered)]
+        collected.begin([state[torchbearer.MODEL], *callbacks])
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
-        is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
         self._stride = get_world_size(group) if is_dealt else 1
         self._step = (get_rank(group) if is_dealt else 0) - self._stride  # the current batch
         self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums

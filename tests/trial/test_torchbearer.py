@@ -682,11 +682,12 @@ def test_resume_behind_a_run_that_raised_does_not_raise_its_error_again() -> Non
 
 
 @WORLD
-def test_a_prediction_of_more_steps_than_batches_has_the_order_of_one_process() -> None:
+def test_predictions_of_more_steps_than_batches_have_the_order_of_one_process_also_if_a_callback_collects_them() -> None:
     rows = DataLoader(TensorDataset(data(13, 3).tensors[0]), 5)
 
     def predicted(ddp: list[Callback]) -> Any:
-        return [trial(ddp).with_test_generator(rows, steps).predict() for steps in (2, 5, 7, 9)]
+        trials = [trial(ddp), trial(ddp, callbacks=[torchbearer.callbacks.AggregatePredictions()])]
+        return [made.with_test_generator(rows, steps).predict() for made in trials for steps in (2, 5, 7, 9)]
 
     assert_equal(predicted([DDPCallback()]), predicted([]), relative=1e-10)
 
