@@ -682,7 +682,7 @@ def test_resume_behind_a_run_that_raised_does_not_raise_its_error_again() -> Non
 
 
 @WORLD
-def test_predictions_of_more_steps_than_batches_have_the_order_of_one_process_also_if_a_callback_collects_them() -> None:
+def test_predictions_of_more_steps_than_batches_have_the_order_of_one_process_also_in_a_callback() -> None:
     rows = DataLoader(TensorDataset(data(13, 3).tensors[0]), 5)
 
     def predicted(ddp: list[Callback]) -> Any:
