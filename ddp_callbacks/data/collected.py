@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
@@ -11,63 +19,137 @@ from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
 _LEAST = 2  # new entries: one may be that of a pass
+_LARGEST = 1 << 20  # numbers in an array that is compared
+_ENTRIES = 100  # of a list or dict, in which to look for more
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_FOREIGN = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
+_DECORATORS = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
 _WARNING = (
-    "{name} collects what each process computes itself, so what you compute from it is not that of all samples. Use a "
-    "metric instead, or let all processes gather it first, in a hook: all_gather_object(own, 'what') of "
-    "ddp_callbacks.comm returns the list of each process."
+    "each process collects in {names} what it computes itself, so what you compute from it is not that of all samples. "
+    "Use a metric instead, or let all processes gather it first, in a hook: all_gather_object(own, 'what') of "
+    "ddp_callbacks.comm returns what each has."
 )
 
 
 class Collected:
-    """What a module or callbacks collect in a pass over the batches, such as a list to which each step appends."""
+    """What a module or callbacks collect in a pass over the batches.
+
+    That is a list to which each step appends, an array that grows or is written in place, or a number that changes: an
+    attribute, or a variable that their functions name. Numbers with a fraction count in modules only, as callbacks
+    measure times.
+    """
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
-        self._sizes: dict[str, int] = {}
-        self._grown: dict[str, int] = {}
+        self._before: dict[str, Any] = {}
+        self._new: dict[str, int] = {}
         self._exchanges: tuple[int, int] | None = None  # at the end, until the first look at what came after
+        self._begin = 0.0
         self._warned: set[str] = set()
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners, self._grown = [*owners], {}
-        self._sizes = {name: len(held) for name, held in _held_by(self._owners)}
+        self._owners = [each for each in owners if _is_of_user(type(each))]
+        self._before = {name: _mark(held) for name, held in _held_by(self._owners)}
+        self._new, self._begin = {}, time.monotonic()
 
     def end(self) -> None:
-        """Note, after the last batch, what has grown."""
-        held = {name: each for name, each in _held_by(self._owners) if name not in self._warned}
-        grown = {name: each for name, each in held.items() if len(each) - self._sizes.get(name, 0) >= _LEAST}
-        self._grown = {name: checksum_of(each[self._sizes.get(name, 0)]) for name, each in grown.items()}
+        """Note, after the last batch, what has changed."""
+        seconds = time.monotonic() - self._begin
+        for name, held in _held_by(self._owners):
+            new = None if name in self._warned else _new_in(held, self._before.get(name))
+            if new is not None and not (isinstance(new, float) and _is_moment(new, seconds)):
+                self._new[name] = checksum_of(new)
         self._exchanges = exchanges_by_now()
 
     def checksums(self, is_logged: bool = False) -> dict[str, int]:
-        """Return checksums of what has grown, by name. At the first call since the end, the program may have used it.
+        """Return checksums of what has changed, by name. At the first call since the end, the program may have used it.
 
         Args:
             is_logged: Whether it has logged anything since, which is compared on its own. If so, or if the ranks have
-                exchanged anything, so that the program may gather what they have, nothing counts as grown.
+                exchanged anything, so that the program may gather what they have, nothing counts as changed.
         """
         if is_logged or self._exchanges not in (None, exchanges_by_now()):
-            self._grown = {}
+            self._new = {}
         self._exchanges = None
-        return self._grown
+        return self._new
 
     def warn(self, of_ranks: Sequence[Mapping[str, int]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`checksums`."""
         first, *others = of_ranks
-        for name in first:
-            if any(other.get(name) not in (None, first[name]) for other in others):
-                self._warned.add(name)
-                if rank == 0:
-                    warn(_WARNING.format(name=name))
+        names = [name for name in first if any(other.get(name) not in (None, first[name]) for other in others)]
+        self._warned.update(names)
+        if names and rank == 0:
+            warn(_WARNING.format(names=", ".join(names)))
+
+
+def _mark(held: Any) -> Any:
+    """Return what tells later whether this has changed, without keeping it."""
+    if is_array(held):
+        return weakref.ref(held), _length(held), checksum_of(held) if _size(held) <= _LARGEST else 0
+    return len(held) if isinstance(held, list) else held
+
+
+def _new_in(held: Any, before: Any) -> Any:
+    """Return what has changed since :func:`_mark`, the first of several new entries; ``None`` if nothing has."""
+    if isinstance(held, int | float):
+        return held if held != before else None
+    known, length, checksum = before if isinstance(before, tuple) else (lambda: None, before or 0, 0)
+    if _length(held) - length >= _LEAST:
+        return held[length]
+    is_written = held is known() and _size(held) <= _LARGEST and checksum_of(held) != checksum
+    return held if is_written else None
+
+
+def _length(held: Any) -> int:
+    return len(held) if isinstance(held, list) or held.ndim else 0
+
+
+def _size(array: Any) -> int:
+    return array.numel() if isinstance(array, torch.Tensor) else array.size
+
+
+def _is_moment(number: float, seconds: float) -> bool:
+    """Whether a number is what a clock has shown in the last seconds."""
+    return any(0 <= clock() - number <= seconds for clock in _CLOCKS)
 
 
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield lists and arrays that are attributes, and lists in dictionaries that are, with their names."""
+    """Yield what these objects, and objects of the user's that they have or name, may collect in, with names."""
     for owner in owners:
-        for attribute, value in list(getattr(owner, "__dict__", {}).items()):
-            name = f"{type(owner).__name__}.{attribute}"
-            if isinstance(value, list) or (is_array(value) and value.ndim):
-                yield name, value
-            elif isinstance(value, dict):
-                yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(each, list))
+        kinds = (list, int, float) if isinstance(owner, torch.nn.Module) else (list, int)
+        for name, value in _known_to(owner):
+            yield from _within(name, value, kinds)
+            if _is_of_user(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
+                for attribute, inner in list(getattr(value, "__dict__", {}).items()):
+                    yield from _within(f"{name}.{attribute}", inner, kinds)
+
+
+def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, and the variables outside of its functions that these name."""
+    own = list(getattr(owner, "__dict__", {}).items())
+    yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
+    inherited = [vars(kind).values() for kind in type(owner).__mro__ if _is_of_user(kind)]
+    for function in itertools.chain((value for _, value in own), *inherited):
+        if isinstance(function, FunctionType) and _is_of_user(function):
+            named = function.__globals__
+            yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                with suppress(ValueError):  # it is empty
+                    yield name, cell.cell_contents
+
+
+def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    if type(value) in kinds or is_array(value):
+        yield name, value
+    if isinstance(value, dict):
+        entries = itertools.islice(list(value.items()), _ENTRIES)
+        yield from ((f"{name}[{key!r}]", each) for key, each in entries if type(each) in kinds)
+    if isinstance(value, list):
+        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
+
+
+def _is_of_user(kind: Any) -> bool:
+    """Whether a class or a function is the program's own: of no library that this one knows, nor built in."""
+    module = str(kind.__module__)
+    return module == _DECORATORS or module.partition(".")[0] not in _FOREIGN | {"builtins"}

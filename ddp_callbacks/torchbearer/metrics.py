@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import AggregatePredictions
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
@@ -146,9 +145,7 @@ class MetricsPass:
         self._list = state[torchbearer.METRIC_LIST]
         self._loss_weight, self._collected, self._group = loss_weight, collected, group
         is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
-        gathered = AggregatePredictions if is_dealt else ()
-        callbacks = [each for each in state[torchbearer.CALLBACK_LIST] if not isinstance(each, gathered)]
-        collected.begin([state[torchbearer.MODEL], *callbacks])
+        collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
         self._stride = get_world_size(group) if is_dealt else 1

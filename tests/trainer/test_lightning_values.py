@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -249,9 +250,52 @@ def test_what_a_module_collects_of_its_part_is_named_unless_it_gathers_or_logs_i
     """Collected parts are named."""
     for alone, *gathered in WORLD.returned(collecting)[0]:
         assert [text.partition(",")[0] for text in alone] == [
-            "PrintsAScore.found['scores'] collects what each process computes itself"
+            "each process collects in PrintsAScore.found['scores'] what it computes itself"
         ]
         assert gathered == [[], []]
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+
+SEEN: list[float] = []
+
+
+class Accumulates(Net):
+    """What later steps may use: means over the part of this process, in whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.baseline, self.rows, self.memory, self.meter = 0.0, 0, torch.zeros(3), Meter()
+        self.losses: list[list[float]] = [[], []]
+        self.steps, self.last, self.since = 0, torch.zeros(()), 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.baseline = 0.9 * self.baseline + 0.1 * loss.item()
+        self.rows += (batch_idx % 2) * (len(batch[0]) if dist.get_rank() else 1)  # unequal parts
+        self.memory[batch_idx % 3] = loss.detach()
+        self.meter.sum += loss.item()
+        self.losses[1].append(loss.item())
+        SEEN.append(loss.item())
+        # The same on all processes, replaced in each step, or a time:
+        self.steps, self.last, self.since = self.steps + 1, loss.detach(), time.perf_counter()
+        return loss
+
+
+@WORLD
+def accumulating() -> Any:
+    return warned(lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True)), "collects")
+
+
+def test_what_a_module_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
+    """A float, a counter, a tensor written in place, an object, a nested list and a global list; no time."""
+    (text,), _ = WORLD.returned(accumulating)
+    names = "baseline", "rows", "memory", "meter.sum", "losses[1]"
+    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN"])
+    assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")
 
 
 class Collects(Net):

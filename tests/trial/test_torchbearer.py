@@ -222,8 +222,8 @@ def test_what_a_callback_collects_of_its_part_is_named() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made.run(2)
-    texts, others = by_rank([text[:47] for each in caught if "collects" in (text := str(each.message))])
-    assert (texts, others) == (["Collects.losses collects what each process comp"], [])
+    texts, others = by_rank([text[:52] for each in caught if "collects" in (text := str(each.message))])
+    assert (texts, others) == (["each process collects in Collects.losses what it com"], [])
 
 
 # --- random state -----------------------------------------------------------------------------------------------------
