@@ -18,7 +18,7 @@ TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
 _LONGEST, _LINE = 4000, 1000  # maximum length of a reason, and of a last line
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
-_OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
+_OURS = re.compile(r"(ddp_callbacks\.errors\.)?(Peer|Mismatch|Checkpoint|Rendezvous|Configuration)Error\b")
 _BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError|gloo/transport/"
 )
