@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from ddp_callbacks.cluster.environment import NEWS, WorkerEnv
+from ddp_callbacks.cluster.environment import NEWS, SUCCESSOR, WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"
@@ -87,9 +87,10 @@ _warn = functools.partial(say, level=logging.WARNING)
 def _say_if_done(text: str) -> None:
     """Say at the program's end how it has run, unless it has failed, or shown its help.
 
-    Python does not tell here with which code the program exits. ddprun learns it, so it gets the text to say.
+    Python does not tell here with which code the program exits. ddprun learns it, so it gets the text to say. A new
+    process for a lost one says nothing: if it counts, it was ready to join, though the job may have ended before.
     """
-    if hasattr(sys, "last_value") or {"-h", "--help"} & {*sys.argv}:
+    if hasattr(sys, "last_value") or {"-h", "--help"} & {*sys.argv} or os.environ.get(SUCCESSOR):
         return
     if NEWS not in os.environ:
         return _warn(text)

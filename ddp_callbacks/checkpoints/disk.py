@@ -24,7 +24,8 @@ from ddp_callbacks.files import write_atomically
 _ZIP = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _SEAL = b"ddp_callbacks"  # before the checksum, in the comment of the zip file
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the class that weights_only excludes, in torch's message
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), " Make room, and the next write will do.")
+_REMEDIES[errno.EFBIG] = " Raise the limit on file sizes (ulimit -f), or take another file system."
 
 _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that this process has found damaged
 
@@ -65,11 +66,10 @@ def write(content: io.BytesIO, path: str) -> None:
         write_atomically(path, fill)
         _flush_folder(folder)
     except OSError as error:
-        is_full = error.errno in _FULL
-        free = f" {shutil.disk_usage(folder).free / 1e6:.1f} MB are free there." if is_full else ""
+        free = f" {shutil.disk_usage(folder).free / 1e6:.1f} MB are free there." if error.errno == errno.ENOSPC else ""
         raise CheckpointError(
             f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(error.errno or 0)}.{free} "
-            f"{_still_there(path)}{' Make room, and the next write will do.' if is_full else ''}"
+            f"{_still_there(path)}{_REMEDIES.get(error.errno or 0, '')}"
         ) from error
 
 

@@ -18,12 +18,14 @@ TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
 _LONGEST, _LINE = 4000, 1000  # maximum length of a reason, and of a last line
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
-_OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
+_OURS = re.compile(r"(ddp_callbacks\.errors\.)?(Peer|Mismatch|Checkpoint|Rendezvous|Configuration)Error\b")
 _BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError|gloo/transport/"
 )
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's C++
-_CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch re-raises the exception of a DataLoader's worker
+# torch re-raises the exception of a DataLoader's worker with its traceback as the text, where more lines, or notes, may
+# follow the line that begins with its name. If the text is long, the hook leaves out its middle.
+_CAUGHT = re.compile(r".*Caught (\w+) (in .*)\.\n(?:.*\n)*((?:\S+\.)?\1\b.*|\.{3}.*)")
 _REMEDIES = {
     "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
     "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for "
@@ -64,10 +66,9 @@ class Record:
 
 
 def _words(text: str) -> str:
-    """Return the first line; if torch re-raised a DataLoader worker's exception, the last line, which is its own."""
-    line, _, rest = text.partition("\n")
-    caught = _CAUGHT.match(line)
-    return f"{rest.strip().rpartition(chr(10))[2]}, {caught[1]}" if caught and rest.strip() else line
+    """Return the first line; if torch re-raised a DataLoader worker's exception, the first line of its own text."""
+    caught = _CAUGHT.match(text)
+    return f"{caught[3]}, {caught[2]}" if caught else text.partition("\n")[0]
 
 
 def read_record(text: str, ahead: float) -> Record | None:

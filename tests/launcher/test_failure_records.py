@@ -44,6 +44,7 @@ raise KeyErrorMessage('''Caught KeyError in DataLoader worker process 0.
 Original Traceback (most recent call last):
   File "x", line 1
 KeyError: 'missing'
+A note on it, with a remedy.
 ''')
 """
 DISK = """
@@ -71,7 +72,7 @@ FORKED = "import os\nif not os.fork(): raise ValueError('of a child')\nos.wait()
     [
         pytest.param(CHAIN, "torch.cuda.OutOfMemoryError: out of memory. Tried (after KeyError: 'x')", id="chain"),
         pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", id="-"),
-        pytest.param(LOADER, "KeyError: 'missing', in DataLoader worker process 0", id="loader"),
+        pytest.param(LOADER, "KeyError: 'missing', in DataLoader worker process 0", id="a loader's, with a note"),
         pytest.param(
             DISK,
             "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534 (after RuntimeError: "

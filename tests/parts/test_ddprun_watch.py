@@ -142,14 +142,16 @@ def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "is_told"), [([], 0, True), (["--help"], 0, False), (["--lr", "bad"], 2, False)]
+    ("argv", "code", "is_new", "is_told"),
+    [([], 0, "", True), (["--help"], 0, "", False), (["--lr", "bad"], 2, "", False), ([], 0, "1", False)],
 )
-def test_a_script_that_ends_with_an_error_or_its_help_is_not_told_that_it_trains_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int, is_told: bool
+def test_a_script_that_ends_with_an_error_or_its_help_or_too_soon_to_join_again_is_not_told_that_it_trains_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int, is_new: str, is_told: bool
 ) -> None:
     record = tmp_path / "record"
     record.touch()
     monkeypatch.setenv("DDP_CALLBACKS_NEWS", "there")
+    monkeypatch.setenv("DDP_CALLBACKS_SUCCESSOR", is_new)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
     monkeypatch.setattr("sys.argv", ["train.py", *argv])
     monkeypatch.setitem(sys.modules, "torch", MagicMock())

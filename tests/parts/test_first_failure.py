@@ -51,6 +51,7 @@ BROKEN = End("a", 0, 1.0, 1, printed=own("RuntimeError: Connection closed by pee
 NODE = End("b", None, 0.5, 1, "the connection was lost (broken)")
 LOST = End("b", None, 6.0, 1, "the connection was lost", is_ours=True)
 REPORTS = "first. rank 0 on a reports: ddp_callbacks.errors.PeerError:"
+CHECKPOINT = "ddp_callbacks.errors.CheckpointError:"
 b = functools.partial(End, "b", 1)
 FIRST: dict[str, tuple[list[End], str]] = {
     "what failed itself": (
@@ -113,6 +114,13 @@ FIRST: dict[str, tuple[list[End], str]] = {
     "every rank": (
         [End("a", 0, 1.0, 1, printed=own(f"MismatchError: {DISAGREE}"))],
         f"1: rank 0 on a, like every rank, failed with exit code 1: MismatchError: {DISAGREE}",
+    ),
+    "every rank, and the one that writes for all knows the cause": (
+        [
+            End("a", 0, 1.0, 1, printed=Record(("OSError: File too large", f"{CHECKPOINT} no"), 0.4)),
+            b(1.0, 1, printed=own(f"{CHECKPOINT} no")),
+        ],
+        f"1: rank 0 on a, like every rank, failed with exit code 1: {CHECKPOINT} no",
     ),
     "aborts when the first one is gone": (
         [End("a", 0, 2.0, 1, printed=own()), b(1.0, 134, "killed by SIGABRT", wrote={"e": b"ValueError: caught"})],
