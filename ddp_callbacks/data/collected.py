@@ -91,12 +91,12 @@ def _mark(held: Any) -> Any:
 
 
 def _new_in(held: Any, before: Any) -> Any:
-    """Return what has changed since :func:`_mark`, the first of several new entries; ``None`` if nothing has."""
+    """Return what has changed since :func:`_mark`, the last of several new entries; ``None`` if nothing has."""
     if isinstance(held, int | float):
         return held if held != before else None
     known, length, checksum = before if isinstance(before, tuple) else (lambda: None, before or 0, 0)
     if _length(held) - length >= _LEAST:
-        return held[length]
+        return held[-1]  # the first may be of a comparison of the first batch, which all ranks compute whole
     is_written = held is known() and _size(held) <= _LARGEST and checksum_of(held) != checksum
     return held if is_written else None
 

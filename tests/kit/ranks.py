@@ -273,7 +273,7 @@ def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Hosts:
         environment.host_identity = before
 
 
-BY_PART = r".* (normalizes by each process's part of the batch \(BatchNorm\)|each process collects in )"
+BY_PART = r"(.* normalizes by each process's part of the batch \(BatchNorm\)|each process collects in )"
 
 
 def _join_and_return(module: str, name: str, args: tuple[Any, ...]) -> None:
