@@ -28,7 +28,7 @@ from ddp_callbacks.gradients.verification import Comparisons, Verify, check_veri
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, wrap_event
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, handles, wrap_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight, fraction_of
 from ddp_callbacks.torchbearer.state import (
     RUN_RANDOM_STATE,
@@ -264,6 +264,10 @@ class AllReduceGradients(WeighsLoss):
                     f"{'a closure of your own' if has_closure else type(iterator).__name__}. Verify the loss in a "
                     "Trial without with_closure and DistributedSampler, or leave out verify."
                 )
+            if self._verify == "warn" and any(
+                handles(each, ("on_sample",)) for each in state[torchbearer.CALLBACK_LIST]
+            ):
+                raise ConfigurationError("a callback may change the samples (on_sample), and a comparison calls none.")
             first = iterator.first_batch()
             scratch[SHARE] = first.share
             return FirstBatch(first.whole, first.part, lambda: self._loss_weight.of(scratch), first.share.rows)

@@ -9,8 +9,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -206,9 +206,8 @@ def test_nothing_of_the_model_is_changed() -> None:
 # --- Trials and Trainers ----------------------------------------------------------------------------------------------
 
 
-def trial(criterion: Any, *layers: nn.Module, **options: Any) -> Trial:
-    model = network(*layers)
-    callbacks = [DDPCallback(**options)]
+def trial(criterion: Any, *layers: nn.Module, callbacks: Sequence[Any] = (), **options: Any) -> Trial:
+    model, callbacks = network(*layers), [DDPCallback(**options), *callbacks]
     made = Trial(model, torch.optim.SGD(model.parameters(), 0.1), criterion, callbacks=callbacks, verbose=0)
     return made.with_train_generator(DataLoader(samples(), SAMPLES)).to("cpu", torch.float64)
 
@@ -237,8 +236,14 @@ class Summed(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 10
-        self.log("loss", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("loss", loss, on_step=True, on_epoch=True, **self.logged)
         return loss
+
+    logged: ClassVar[dict[str, str]] = {"reduce_fx": "sum"}
+
+
+class LogsASumAsAMean(Summed):
+    logged: ClassVar[dict[str, str]] = {}
 
 
 class SummedWithATerm(Net):
@@ -445,6 +450,12 @@ def trial_tells(criterion: Any, *layers: nn.Module, **options: Any) -> str:
     return told(lambda: trial(criterion, *layers, **options).run(2))
 
 
+@torchbearer.callbacks.on_sample
+def all_known(state: Any) -> None:
+    """Then the mean is over all samples."""
+    state[torchbearer.Y_TRUE] = state[torchbearer.Y_TRUE].clamp(1)
+
+
 def mean_by_hand(state: Any) -> None:
     """A closure for another loss than the criterion."""
     state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
@@ -484,13 +495,8 @@ def seed_by_rank(worker: int) -> None:
 class Counts(Net):
     """Logs ``seen`` and ``largest``, which do not add up over the parts of a batch, and what does or cannot be told."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += len(batch[0])
-        self.log("seen", float(self.seen))
+        self.log("seen", float(len(batch[0])))
         outputs = self(batch[0])
         self.log_dict({"largest": outputs.max(), "mean": outputs.mean(), "since": time.monotonic(), "lr": 0.1})
         self.log_dict({"noise": torch.rand(()), "zero": outputs.sum() * 0, "centred": (outputs - outputs.mean()).sum()})
@@ -541,6 +547,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a sum that is said": (lambda: trainer_tells(Summed(), reduction="sum"), ""),
+    "a sum that is logged as a mean": (
+        lambda: trainer_tells(LogsASumAsAMean(), reduction="sum"),
+        "but the mean over the processes of what the training step logs is not: loss (",
+    ),
     "a sum with a term of the parameters": (
         lambda: trainer_tells(SummedWithATerm(), reduction="sum"),
         "A sum must not have terms of the parameters alone, unless divided by the number of processes",
@@ -582,6 +592,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: trial_tells(nn.CrossEntropyLoss(), nn.BatchNorm1d(6), nn.Dropout(0.5)),
         NORMALIZES,
     ),
+    "a Trial with a callback that changes the targets": (lambda: trial_tells(mean_of_known, callbacks=[all_known]), ""),
     "a Trial with a closure": (lambda: told(lambda: trial(mean_of_known).with_closure(mean_by_hand).run(2)), ""),
 }
 
