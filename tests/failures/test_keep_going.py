@@ -103,7 +103,7 @@ def test_a_rank_that_dies_while_a_further_group_connects_is_named_at_once(nurser
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_fit_that_begins_again_has_the_dtypes_with_which_it_began() -> None:
-    """An average of the model that a callback makes again, before the module is converted, keeps its dtype."""
+    # A callback makes an average of the model before the module is converted.
     trainer, module = pl.Trainer(strategy="ddp_callbacks", accelerator="cpu", devices=1, logger=False), BoringModel()
     module.trainer = trainer
     trainer.strategy.connect(module)
