@@ -102,7 +102,6 @@ def test_views_and_special_values_travel(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3)[:, ::-1], np.float32(0.1), np.array([math.nan])])
 def test_arrays_arrive_as_arrays(value: Any) -> None:
-    """A confusion matrix in NumPy can be gathered."""
     (found,) = sent([value])
     assert found.dtype == value.dtype
     np.testing.assert_array_equal(found, value)

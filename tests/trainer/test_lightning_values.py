@@ -291,7 +291,6 @@ def accumulating() -> Any:
 
 
 def test_what_a_module_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
-    """Accumulated parts are named."""
     (text,) = WORLD.returned(accumulating)[0]
     names = "baseline", "rows", "memory", "meter.sum", "losses[1]"
     expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN"])
