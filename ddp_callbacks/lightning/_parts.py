@@ -157,8 +157,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 def is_lightnings_callback(package: str, callback: Any) -> bool:
     """Whether a callback's class is Lightning's own, or derived from one; no progress bar, which continues."""
     callbacks = importlib.import_module(f"{ROOTS[package]}.callbacks")
-    kinds = [kind for kind in type(callback).__mro__ if kind.__module__.startswith(f"{ROOTS[package]}.")]
-    return kinds[0] is not callbacks.Callback and not isinstance(callback, callbacks.ProgressBar)
+    kinds = (kind for kind in type(callback).__mro__ if kind.__module__.startswith(f"{ROOTS[package]}."))
+    return next(kinds, callbacks.Callback) is not callbacks.Callback and not isinstance(callback, callbacks.ProgressBar)
 
 
 def compares_losses(callback: Any) -> bool:

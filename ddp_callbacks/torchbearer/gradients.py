@@ -264,9 +264,8 @@ class AllReduceGradients(WeighsLoss):
                     f"{'a closure of your own' if has_closure else type(iterator).__name__}. Verify the loss in a "
                     "Trial without with_closure and DistributedSampler, or leave out verify."
                 )
-            if self._verify == "warn" and any(
-                handles(each, ("on_sample",)) for each in state[torchbearer.CALLBACK_LIST]
-            ):
+            callbacks = state[torchbearer.CALLBACK_LIST]
+            if self._verify == "warn" and any(handles(each, ("on_sample",)) for each in callbacks):
                 raise ConfigurationError("a callback may change the samples (on_sample), and a comparison calls none.")
             first = iterator.first_batch()
             scratch[SHARE] = first.share

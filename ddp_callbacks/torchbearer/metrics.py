@@ -144,10 +144,10 @@ class MetricsPass:
     ) -> None:
         self._list = state[torchbearer.METRIC_LIST]
         self._loss_weight, self._collected, self._group = loss_weight, collected, group
-        is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
         collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
+        is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
         self._stride = get_world_size(group) if is_dealt else 1
         self._step = (get_rank(group) if is_dealt else 0) - self._stride  # the current batch
         self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums
