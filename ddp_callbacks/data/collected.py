@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
+from ddp_callbacks.data.sample_seeds import is_of_library
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
@@ -22,8 +23,8 @@ _LEAST = 2  # new entries: one may be that of a pass
 _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-_FOREIGN = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
-_DECORATORS = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
+_GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
+_DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
 _WARNING = (
     "each process collects in {names} what it computes itself, so what you compute from it is not that of all samples. "
     "Use a metric instead, or let all processes gather it first, in a hook: all_gather_object(own, 'what') of "
@@ -49,7 +50,7 @@ class Collected:
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [each for each in owners if _is_of_user(type(each))]
+        self._owners = [each for each in owners if _may_collect(type(each).__module__)]
         self._before = {name: _mark(held) for name, held in _held_by(self._owners)}
         self._new, self._begin = {}, time.monotonic()
 
@@ -120,7 +121,7 @@ def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         kinds = (list, int, float) if isinstance(owner, torch.nn.Module) else (list, int)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
-            if _is_of_user(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
+            if _is_own(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
                 for attribute, inner in list(getattr(value, "__dict__", {}).items()):
                     yield from _within(f"{name}.{attribute}", inner, kinds)
 
@@ -129,9 +130,9 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the variables outside of its functions that these name."""
     own = list(getattr(owner, "__dict__", {}).items())
     yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
-    inherited = [vars(kind).values() for kind in type(owner).__mro__ if _is_of_user(kind)]
+    inherited = [vars(kind).values() for kind in type(owner).__mro__ if _is_own(kind)]
     for function in itertools.chain((value for _, value in own), *inherited):
-        if isinstance(function, FunctionType) and _is_of_user(function):
+        if isinstance(function, FunctionType) and _is_own(function):
             named = function.__globals__
             yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -149,7 +150,10 @@ def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[st
         yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
 
 
-def _is_of_user(kind: Any) -> bool:
-    """Whether a class or a function is the program's own: of no library that this one knows, nor built in."""
-    module = str(kind.__module__)
-    return module == _DECORATORS or module.partition(".")[0] not in _FOREIGN | {"builtins"}
+def _may_collect(module: str) -> bool:
+    return module == _DECORATED or module.partition(".")[0] not in _GATHERING
+
+
+def _is_own(kind: Any) -> bool:
+    """Whether a class or a function is the program's own, of no library."""
+    return not is_of_library(str(kind.__module__))

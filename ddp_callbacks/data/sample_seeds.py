@@ -158,7 +158,7 @@ def _contents(cell: CellType) -> Any:
 
 def _may_use(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
-        return not _is_of_library(str(value.__module__))  # code from exec may have none
+        return not is_of_library(str(value.__module__))  # code from exec may have none
     if isinstance(value, ModuleType | torch.Tensor):
         return False
     is_plain = type(value) in (list, tuple, dict) or isinstance(value, MethodType | partial)
@@ -166,7 +166,7 @@ def _may_use(value: Any) -> bool:
 
 
 @cache
-def _is_of_library(module: str) -> bool:
+def is_of_library(module: str) -> bool:
     """Whether this is no module of the user's own."""
     place = getattr(sys.modules.get(module), "__file__", None) or ""
     return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place
