@@ -255,8 +255,9 @@ def _warn_of_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> N
     layers = _normalizing_by_part(module)
     if layers and get_rank(group) == 0:
         warn(
-            f"{layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
-            "sync_batchnorm=True makes the numbers equal. (verify=None leaves the comparison out.)"
+            f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
+            "sync_batchnorm=True of the Trainer or DDPCallback makes the numbers equal. (verify=None leaves the comparison "
+            "out.)"
         )
 
 
@@ -397,7 +398,7 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     if layers := _normalizing_by_part(module):
         return (
-            f"{layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
+            f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
             "that is not all, the loss is not a mean over the samples: see the next run."
         )
     return (

@@ -172,7 +172,7 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "batch norm": (
         lambda: verify(cross_entropy, nn.BatchNorm1d(6)),
-        "1 normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True",
+        "layer 1 normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True",
     ),
     "at random": (lambda: verify(at_random), "The model is random"),
     "another model than the copy": (
@@ -377,7 +377,7 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
-    "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layers.0 normalizes by each process's part"),
+    "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layer layers.0 normalizes by each process's part"),
     "by hand": (lambda: run_trainer(ByHand()), PASSES),
     "by hand, of known targets": (
         lambda: run_trainer(ByHand(MEAN_OF_KNOWN), loader(29, 8)),
