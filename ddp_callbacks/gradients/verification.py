@@ -256,8 +256,7 @@ def _warn_of_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> N
     if layers and get_rank(group) == 0:
         warn(
             f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
-            "sync_batchnorm=True of the Trainer or DDPCallback makes the numbers equal. (verify=None leaves the comparison "
-            "out.)"
+            "sync_batchnorm=True of Trainer or DDPCallback makes the numbers equal. (verify=None leaves the comparison out.)"
         )
 
 
@@ -398,8 +397,8 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     if layers := _normalizing_by_part(module):
         return (
-            f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
-            "that is not all, the loss is not a mean over the samples: see the next run."
+            f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. "
+            "If that is not all, the loss is not a mean over the samples: see the next run."
         )
     return (
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "

@@ -377,7 +377,7 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "a Trainer with a sum": (lambda: run_trainer(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a Trainer without weight": (lambda: run_trainer(KnownOnly(), loader(29, 8)), f"{DIFFERS}layers."),
-    "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layer layers.0 normalizes by each process's part"),
+    "a Trainer with batch norm": (lambda: run_trainer(Normalized()), "layer layers.0 normalizes by each process"),
     "by hand": (lambda: run_trainer(ByHand()), PASSES),
     "by hand, of known targets": (
         lambda: run_trainer(ByHand(MEAN_OF_KNOWN), loader(29, 8)),
