@@ -256,7 +256,7 @@ def _warn_of_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> N
     if layers and get_rank(group) == 0:
         warn(
             f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
-            "sync_batchnorm=True of Trainer or DDPCallback makes the numbers equal. (verify=None leaves the comparison out.)"
+            "sync_batchnorm=True of Trainer or DDPCallback makes them equal. (verify=None leaves the comparison out.)"
         )
 
 
