@@ -178,10 +178,14 @@ class RunRandomState:
         self._group = group
         self.draws: WholeDraws | None = None
 
-    def synchronize(self) -> None:
-        """Continue on all ranks from rank 0's state. A collective."""
+    def synchronize(self, purpose: str = _PURPOSE) -> None:
+        """Continue on all ranks from rank 0's state. A collective.
+
+        Args:
+            purpose: For error messages, if more than this is over: "the end of the run".
+        """
         if get_world_size(self._group) > 1:
-            self.follow(all_gather_object(self.checksums(), _PURPOSE, self._group))
+            self.follow(all_gather_object(self.checksums(), purpose, self._group))
 
     def checksums(self) -> list[int]:
         """Return :func:`checksums_of` this process's state, for :meth:`follow`. Local.

@@ -340,7 +340,7 @@ class Run:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
         if self._trainer.predicting:
             self._collected.warn(all_gather_object(self._collected.checksums(), "what is collected"), get_rank())
-        self.random_state.synchronize()
+        self.random_state.synchronize("the end of the run")
 
     def merge_buffers(self) -> None:
         """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""

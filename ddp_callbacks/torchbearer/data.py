@@ -127,7 +127,7 @@ class ShardData(DistributedCallback):
     @contextmanager
     def _synchronize(self, _: State) -> Iterator[None]:
         """Continue from rank 0's random state, if callbacks before have drawn on some ranks only. A collective."""
-        self.random_state.synchronize()
+        self.random_state.synchronize("the end of the run")
         yield
 
     def on_start(self, state: State) -> None:
