@@ -288,7 +288,8 @@ def forget_failed_group() -> None:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of a group's collectives; ``None`` is the default group."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.14 has the first
+    setter(timeout, group)
 
 
 def timeout_in(options: Backend.Options) -> timedelta:

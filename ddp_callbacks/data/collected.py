@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.sample_seeds import is_of_library
+from ddp_callbacks.data.sample_seeds import is_own
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
@@ -121,7 +121,7 @@ def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         kinds = (list, int, float) if isinstance(owner, torch.nn.Module) else (list, int)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
-            if _is_own(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
+            if is_own(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
                 for attribute, inner in list(getattr(value, "__dict__", {}).items()):
                     yield from _within(f"{name}.{attribute}", inner, kinds)
 
@@ -130,9 +130,9 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the variables outside of its functions that these name."""
     own = list(getattr(owner, "__dict__", {}).items())
     yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
-    inherited = [vars(kind).values() for kind in type(owner).__mro__ if _is_own(kind)]
+    inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
     for function in itertools.chain((value for _, value in own), *inherited):
-        if isinstance(function, FunctionType) and _is_own(function):
+        if isinstance(function, FunctionType) and is_own(function):
             named = function.__globals__
             yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -152,8 +152,3 @@ def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[st
 
 def _may_collect(module: str) -> bool:
     return module == _DECORATED or module.partition(".")[0] not in _GATHERING
-
-
-def _is_own(kind: Any) -> bool:
-    """Whether a class or a function is the program's own, of no library."""
-    return not is_of_library(str(kind.__module__))

@@ -78,9 +78,7 @@ def _unpack(packed: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
     place, is_pickled = packed
     if not is_pickled:
         return tensors[place]
-    unpickler = pickle.Unpickler(io.BytesIO(bytes_of(tensors[place])))
-    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+    return _Unpickler(io.BytesIO(bytes_of(tensors[place])), tensors).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -101,3 +99,12 @@ class _Pickler(pickle.Pickler):
         if not is_named_tuple or getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value:
             return NotImplemented
         return collections.namedtuple, (value.__name__, value._fields)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> torch.Tensor:
+        return self._tensors[place]

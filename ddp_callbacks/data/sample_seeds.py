@@ -158,15 +158,20 @@ def _contents(cell: CellType) -> Any:
 
 def _may_use(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
-        return not is_of_library(str(value.__module__))  # code from exec may have none
+        return is_own(value)
     if isinstance(value, ModuleType | torch.Tensor):
         return False
     is_plain = type(value) in (list, tuple, dict) or isinstance(value, MethodType | partial)
-    return is_plain or bool(getattr(value, "__dict__", ())) or hasattr(type(value), "__slots__")
+    return is_plain or bool(getattr(value, "__dict__", ())) or hasattr(type(value), "__slots__") or is_own(type(value))
+
+
+def is_own(kind: Any) -> bool:
+    """Whether a class or a function is the program's own, of no library."""
+    return not _is_of_library(str(kind.__module__))  # code from exec may have none
 
 
 @cache
-def is_of_library(module: str) -> bool:
+def _is_of_library(module: str) -> bool:
     """Whether this is no module of the user's own."""
     place = getattr(sys.modules.get(module), "__file__", None) or ""
     return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place
