@@ -125,7 +125,8 @@ def test_a_long_traceback_and_a_long_line_are_shown_in_part_and_kept_whole(tmp_p
     """A long traceback is shortened, not in the log."""
     _, shown, kept = left_by(tmp_path, DEEP)
     head, left_out, *frames, begin, end = shown.splitlines()
-    assert (head, left_out) == ("Traceback (most recent call last):", "  ... 23 more lines are in the log")
+    assert head == "Traceback (most recent call last):"
+    assert re.fullmatch(r"  \.\.\. 2\d more lines are in the log", left_out)  # Python 3.13 marks places in more of them
     assert len(frames) == 39 and all(line.startswith('  File "<string>", line ') for line in frames)
     assert (begin, end) == (f"ValueError: {'x' * 988}...", f"...{'x' * 999}")
     assert kept.count("File") == 62 and kept.endswith(f"\nValueError: {'x' * 200_000}\n")
