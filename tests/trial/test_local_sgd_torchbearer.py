@@ -59,7 +59,7 @@ def diloco() -> Any:
     made = trial([DDPCallback(sync=DiLoCo(3))], optimizer=lambda p: torch.optim.AdamW(p, lr=0.05), callbacks=[watch])
     start = vector(made.state[torchbearer.MODEL])
     result = train(made, DataLoader(data(33), 8, shuffle=True), DataLoader(data(13, 9), 4))
-    return result | {"watch": vars(watch), "start": start, "evaluation": made.evaluate()}
+    return result | {"watch": {**vars(watch)}, "start": start, "evaluation": made.evaluate()}
 
 
 def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tensor]:
