@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from ddp_callbacks.data.attributes import (
     plain_attributes,
 )
 from ddp_callbacks.data.global_state import generator_types, set_state_of
+from ddp_callbacks.data.sample_seeds import is_own
 from ddp_callbacks.errors import warn
 
 _LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."
@@ -139,13 +139,11 @@ def _parts_of(module: Any) -> dict[str, Any]:
 
 
 def _is_of_user(value: Any, layer: Any) -> bool:
-    """Whether an object's class is the user's, not one of an installed package, and it holds no data."""
+    """Whether an object's class is the user's, or of the package that the layer's is of, and it holds no data."""
     if isinstance(value, type | torch.nn.Module | Dataset | DataLoader) or not hasattr(value, "__dict__"):
         return False
     own, of_layer = (type(each).__module__.partition(".")[0] for each in (value, layer))
-    file = getattr(sys.modules.get(own), "__file__", None) or ""
-    is_installed = own in sys.stdlib_module_names or "site-packages" in file or not file
-    return own not in _FOREIGN and (own in ("__main__", of_layer) or not is_installed)
+    return own not in _FOREIGN and (own == of_layer or is_own(type(value)))
 
 
 def _inherited(part: Any, module: Any) -> dict[str, Any]:
