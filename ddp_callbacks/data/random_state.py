@@ -188,7 +188,7 @@ class RunRandomState:
             self.follow(all_gather_object(self.checksums(), purpose, self._group))
 
     def checksums(self) -> list[int]:
-        """Return :func:`checksums_of` this process's state, for :meth:`follow`. Local.
+        """Return one of the generators of torch, and one of Python's and NumPy's, for :meth:`follow`. Local.
 
         You may send them as part of another message.
         """
