@@ -1,6 +1,6 @@
 """Trains until processes of it die: ``dying.py trial sgd`` or ``dying.py trainer adam``. By itself, it is the truth.
 
-``dying.py trainer averaged`` has callbacks of Lightning that change themselves, the Trainer and its schedulers.
+``dying.py trainer averaged`` also has callbacks of Lightning that change themselves, the Trainer and its schedulers.
 
 ``DIES`` is a plan, by the rank that a process was started with: ``{"0": ["backward", 5]}`` kills rank 0 in its fifth
 backward, ``{"2": ["time", 0.3]}`` kills rank 2 so many seconds after it was about to join, and
@@ -154,7 +154,7 @@ class Network(nn.Module):
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, 0.02) if name == "adam" else torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9) if name == "sgd" else torch.optim.Adam(parameters, 0.02)
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
