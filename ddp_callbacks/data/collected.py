@@ -50,7 +50,7 @@ class Collected:
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [each for each in owners if _may_collect(type(each).__module__)]
+        self._owners = [each for each in owners if _may_collect(str(type(each).__module__))]
         self._before = {name: _mark(held) for name, held in _held_by(self._owners)}
         self._new, self._begin = {}, time.monotonic()
 
@@ -144,7 +144,7 @@ def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[st
     if type(value) in kinds or is_array(value):
         yield name, value
     if isinstance(value, dict):
-        entries = itertools.islice(list(value.items()), _ENTRIES)
+        entries = list(itertools.islice(dict.items(value), _ENTRIES))
         yield from ((f"{name}[{key!r}]", each) for key, each in entries if type(each) in kinds)
     if isinstance(value, list):
         yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
