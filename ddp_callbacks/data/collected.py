@@ -60,7 +60,8 @@ class Collected:
         for name, held in _held_by(self._owners):
             new = None if name in self._warned else _new_in(held, self._before.get(name))
             if new is not None and not (isinstance(new, float) and _is_moment(new, seconds)):
-                self._new[name] = checksum_of(new)
+                with suppress(Exception):  # an object of the user's may not answer what it is asked
+                    self._new[name] = checksum_of(new)
         self._exchanges = exchanges_by_now()
 
     def checksums(self, is_logged: bool = False) -> dict[str, int]:
