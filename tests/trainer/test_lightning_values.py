@@ -260,6 +260,11 @@ class Meter:
         self.sum = 0.0
 
 
+class Silent:
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
 SEEN: list[float] = []
 
 
@@ -270,7 +275,7 @@ class Accumulates(Net):
         super().__init__()
         self.baseline, self.rows, self.memory, self.meter = 0.0, 0, torch.zeros(3), Meter()
         self.losses: list[list[float]] = [[], []]
-        self.steps, self.last, self.since = 0, torch.zeros(()), 0.0
+        self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -280,6 +285,7 @@ class Accumulates(Net):
         self.meter.sum += loss.item()
         self.losses[1].append(loss.item())
         SEEN.append(loss.item())
+        self.silent.append(Silent())  # cannot be compared
         # The same on all processes, replaced in each step, or a time:
         self.steps, self.last, self.since = self.steps + 1, loss.detach(), time.perf_counter()
         return loss
