@@ -84,7 +84,7 @@ def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     """Inverse of :func:`pack`."""
     ((kind, item),) = value.items()
     if kind in ("tensor", "array"):
-        return tensors[item] if kind == "tensor" else tensors[item].numpy()
+        return tensors[item] if kind == "tensor" else tensors[item].numpy()[()]  # numbers stay numbers
     if kind == "dict":
         return {unpack(key, tensors): unpack(entry, tensors) for key, entry in item}
     if kind in ("list", "tuple"):

@@ -22,7 +22,9 @@ from ddp_callbacks.process_group.presence import exchanges_by_now
 _LEAST = 2  # new entries: one may be that of a pass
 _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
-_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
+_CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
+_EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
 _WARNING = (
@@ -50,18 +52,22 @@ class Collected:
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [each for each in owners if _may_collect(str(type(each).__module__))]
-        self._before = {name: _mark(held) for name, held in _held_by(self._owners)}
-        self._new, self._begin = {}, time.monotonic()
+        self._owners = [each for each in owners if _may_collect(each)]
+        self._before, self._new, self._begin = {}, {}, time.monotonic()
+        with suppress(Exception):  # an object of the user's may not answer what it is asked
+            for name, held in _held_by(self._owners):
+                with suppress(Exception):
+                    self._before[name] = _mark(held)
 
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
         seconds = time.monotonic() - self._begin
-        for name, held in _held_by(self._owners):
-            new = None if name in self._warned else _new_in(held, self._before.get(name))
-            if new is not None and not (isinstance(new, float) and _is_moment(new, seconds)):
-                with suppress(Exception):  # an object of the user's may not answer what it is asked
-                    self._new[name] = checksum_of(new)
+        with suppress(Exception):
+            for name, held in _held_by(self._owners):
+                with suppress(Exception):
+                    new = None if name in self._warned else _new_in(held, self._before.get(name))
+                    if new is not None and not _is_moment(new, seconds):
+                        self._new[name] = checksum_of(new)
         self._exchanges = exchanges_by_now()
 
     def checksums(self, is_logged: bool = False) -> dict[str, int]:
@@ -111,9 +117,10 @@ def _size(array: Any) -> int:
     return array.numel() if isinstance(array, torch.Tensor) else array.size
 
 
-def _is_moment(number: float, seconds: float) -> bool:
-    """Whether a number is what a clock has shown in the last seconds."""
-    return any(0 <= clock() - number <= seconds for clock in _CLOCKS)
+def _is_moment(value: Any, seconds: float) -> bool:
+    """Whether this is what a clock has shown in the last seconds."""
+    is_number = type(value) in (int, float)
+    return is_number and any(0 <= clock() - value <= seconds * unit for clock, unit in _CLOCKS.items())
 
 
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -131,14 +138,18 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the variables outside of its functions that these name."""
     own = list(getattr(owner, "__dict__", {}).items())
     yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
+    for function in _functions_of(owner):
+        named = function.__globals__
+        yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it is empty
+                yield name, cell.cell_contents
+
+
+def _functions_of(owner: Any) -> list[FunctionType]:
     inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
-    for function in itertools.chain((value for _, value in own), *inherited):
-        if isinstance(function, FunctionType) and is_own(function):
-            named = function.__globals__
-            yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                with suppress(ValueError):  # it is empty
-                    yield name, cell.cell_contents
+    found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
+    return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
 
 
 def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
@@ -151,5 +162,9 @@ def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[st
         yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
 
 
-def _may_collect(module: str) -> bool:
-    return module == _DECORATED or module.partition(".")[0] not in _GATHERING
+def _may_collect(owner: Any) -> bool:
+    """Whether an object is not of a library that gathers, and has no function that may do so itself."""
+    module = str(type(owner).__module__)
+    if module != _DECORATED and module.partition(".")[0] in _GATHERING:
+        return False
+    return not any(_EXCHANGES.intersection(each.__code__.co_names) for each in _functions_of(owner))

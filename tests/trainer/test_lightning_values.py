@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -276,6 +277,8 @@ class Accumulates(Net):
         self.baseline, self.rows, self.memory, self.meter = 0.0, 0, torch.zeros(3), Meter()
         self.losses: list[list[float]] = [[], []]
         self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
+        self.table = np.full(1, None)
+        self.table[0] = Silent()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

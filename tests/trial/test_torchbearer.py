@@ -29,6 +29,7 @@ from torchbearer.callbacks import MostRecent
 from trials import CLASSES, FEATURES, data, draws, network, normalized, parameters, train, trial
 
 from ddp_callbacks import LocalSGD, get_rank, shard_loader, with_shares
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, Resume, ShardData
 
@@ -216,9 +217,14 @@ class Collects(Callback):  # type: ignore[misc]
         self.rates.append(0.1)  # the same on all processes
 
 
+class Gathers(Collects):
+    def on_end_epoch(self, state: Any) -> None:
+        all_gather_object(self.losses, "the losses")
+
+
 @WORLD
-def test_what_a_callback_collects_of_its_part_is_named() -> None:
-    made = trial([DDPCallback()], callbacks=[Collects()]).with_train_generator(DataLoader(data(20), 5))
+def test_what_a_callback_collects_of_its_part_is_named_unless_it_gathers_it() -> None:
+    made = trial([DDPCallback()], callbacks=[Collects(), Gathers()]).with_train_generator(DataLoader(data(20), 5))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made.run(2)
