@@ -164,8 +164,8 @@ class RunRandomState:
 
     Hooks draw from it on every rank, so they may prune parameters or add noise to gradients. Steps draw from it for the
     whole batch (:class:`ddp_callbacks.WholeDraws`). What loads samples has states of its own.
-    A rank that draws another amount, as in a hook that asks for the rank, gets rank 0's state again with the next
-    message that carries it.
+    A rank that draws another amount, as in a hook that asks for the rank, gets rank 0's state again when the ranks
+    compare their states next.
 
     Args:
         group: ``None`` is the default group.
