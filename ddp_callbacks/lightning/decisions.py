@@ -50,20 +50,25 @@ class Decisions:
             replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
         replacements.callback(lambda: self._agreement.close())
 
-    def pass_moment(self) -> None:
+    def pass_moment(self, *, is_asked: bool = False) -> None:
         """Act on what any rank wants, if no rank has passed this moment. All ranks must call it at the same moments.
 
         Sends nothing, and costs microseconds, unless a rank wants something. Acting may be a collective.
+
+        Args:
+            is_asked: Whether any rank has asked before this moment. If all ranks know, they act at this one.
         """
-        self._ask()
+        self.ask()
+        if is_asked:
+            self._agreement.hold()
         while wish := self._agreement.pass_moment():
             self._agreement = self._next_agreement()
             self.wishes.discard(wish)
             self._act(wish)
-            self._ask()
+            self.ask()
 
-    def _ask(self) -> None:
-        """Ask all ranks for what this one wants."""
+    def ask(self) -> bool:
+        """Ask all ranks for what this one wants, and return whether it wants something. Local."""
         trainer = self._trainer
         if bool(trainer.should_stop) != self._stops:
             self.wishes.add("stop")
@@ -73,6 +78,7 @@ class Decisions:
         if self.wishes:
             self._agreement.ask(min([*self.wishes]))
             self._agreement.hold()
+        return bool(self.wishes)
 
     def _next_agreement(self) -> Agreement:
         self._agreements += 1

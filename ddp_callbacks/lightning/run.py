@@ -409,13 +409,11 @@ class Run:
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
         collected = self._collected.checksums(results.logs_at_end)
-        checksum = None
-        if self._trainer.training:
-            self.decisions.pass_moment()
-            checksum = checksum_of_replica(self._held)
-        own = [checksum, random_state.checksums(), collected]
-        checksums, of_random, of_ranks = zip(*results.join(ends=True, carried=own), strict=True)
+        checksum = checksum_of_replica(self._held) if self._trainer.training else None
+        own = [checksum, random_state.checksums(), collected, self.decisions.ask()]
+        checksums, of_random, of_ranks, asked = zip(*results.join(ends=True, carried=own), strict=True)
         random_state.follow(of_random)
+        self.decisions.pass_moment(is_asked=any(asked))
         if any(checksum != checksums[0] for checksum in checksums):
             when = f"at the end of epoch {self._trainer.current_epoch}"
             require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)

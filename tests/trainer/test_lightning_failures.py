@@ -141,6 +141,31 @@ class StopsAfterValidation(Net):
             self.trainer.should_stop = True
 
 
+class StopsAtEnd(Net):
+    """Rank 1 wants to stop in a hook at the end of a pass."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.begun = 0
+        setattr(self, hook, self.stop)
+
+    def on_train_epoch_start(self) -> None:
+        self.begun += 1
+
+    def stop(self) -> None:
+        if not self.trainer.sanity_checking and self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+@WORLD.on(TWO)
+def test_a_stop_of_one_rank_at_the_end_of_a_pass_begins_no_other_epoch() -> None:
+    # An empty epoch began, in which a mean over its steps divided by zero.
+    for hook, step in (("on_train_epoch_end", 4), ("on_validation_epoch_end", 2)):
+        made, module = trainer(OURS, max_epochs=5, val_check_interval=2), StopsAtEnd(hook)
+        made.fit(module, loader(), loader(13, 5, 9))
+        assert (made.global_step, module.begun) == (step, 1)
+
+
 @WORLD.runs(TWO, GLOO)
 def stopping_alone() -> list[int]:
     steps = []
