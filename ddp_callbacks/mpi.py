@@ -34,7 +34,7 @@ from ddp_callbacks.cluster.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
 from ddp_callbacks.process_group.failures import LINGER, wait
-from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.members_file import Members
 from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.versions import how_to_install
 

@@ -10,6 +10,6 @@
 - :mod:`.random_state`: all ranks draw alike. :mod:`.sample_seeds`: each sample draws its own augmentation.
   :mod:`.global_state` reads and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values; :mod:`.collected` finds what nobody joins
-- :mod:`.skipping`: all ranks skip a batch that is bad on one
+- :mod:`.bad_batches`: all ranks skip a batch that is bad on one
 - :mod:`.nested`: walk nested lists, tuples and mappings
 """

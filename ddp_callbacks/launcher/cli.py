@@ -74,7 +74,7 @@ def _main(argv: list[str]) -> int:
         from ddp_callbacks.launcher.predict import run_prediction
 
         return run_prediction(job)
-    from ddp_callbacks.launcher.run import run
+    from ddp_callbacks.launcher.run_job import run
 
     return run(job)
 

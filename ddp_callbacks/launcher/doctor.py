@@ -29,8 +29,8 @@ from ddp_callbacks.launcher.launch import (
     refuse_number_of_processes,
 )
 from ddp_callbacks.launcher.node.ending import GRACE
-from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.same import differences, remedy
+from ddp_callbacks.launcher.streams import Output, Terminal
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.reporting.requests import new_folder
 

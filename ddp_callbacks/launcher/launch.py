@@ -19,9 +19,9 @@ from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.node.processes import StartRanks
 from ddp_callbacks.launcher.node.program import Node
 from ddp_callbacks.launcher.node.reports import Request, Says, Stacks
-from ddp_callbacks.launcher.output import next_input, terminal_size
 from ddp_callbacks.launcher.plan import starts
 from ddp_callbacks.launcher.same import differences
+from ddp_callbacks.launcher.streams import next_input, terminal_size
 from ddp_callbacks.reporting.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 

@@ -12,7 +12,7 @@ from ddp_callbacks.launcher.first_failure import End, first_cause, last_words
 from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.members import Members
-from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.streams import Output
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.page import write
 from ddp_callbacks.reporting.stacks import innermost, summary

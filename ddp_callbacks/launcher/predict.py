@@ -14,8 +14,8 @@ from typing import Any
 from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import Launch
-from ddp_callbacks.launcher.run import run_until
-from ddp_callbacks.reporting import predict
+from ddp_callbacks.launcher.run_job import run_until
+from ddp_callbacks.reporting import prediction
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.cost import Network, network_of
 from ddp_callbacks.reporting.plot import draw
@@ -56,23 +56,23 @@ def run_prediction(job: Job) -> int:
     sums = _Run(job.changed(nodes=nodes, module=True, training_script=_PROBE, training_script_args=[], no_python=False))
     if many.machines > 1 and (code := sums.train()):
         return code
-    found = predict.predict(fewer.measured(), many, _network(job, many, sums), predict.ways(job.inexact))
+    found = prediction.predict(fewer.measured(), many, _network(job, many, sums), prediction.ways(job.inexact))
     if job.plot:
         Path(job.plot).write_text(draw(found, f"{' '.join(job.command)}: what more machines bring"))
-    print(json.dumps({"command": job.command} | found) if job.json else "\n".join(predict.lines(found)))
+    print(json.dumps({"command": job.command} | found) if job.json else "\n".join(prediction.lines(found)))
     return 0
 
 
-def _fewer(job: Job, many: predict.Measured, threads: int) -> Job:
+def _fewer(job: Job, many: prediction.Measured, threads: int) -> Job:
     """Return the job to compare with; its processes have as many threads as those of ``many``."""
     processes = many.processes // many.machines if many.machines > 1 else 1
     first = replace(job.nodes[0], processes=str(processes))
     return job.changed(nodes=(first,), min_nodes=1, environ={"OMP_NUM_THREADS": str(threads)} | job.environ)
 
 
-def _network(job: Job, many: predict.Measured, sums: _Run) -> Network:
+def _network(job: Job, many: prediction.Measured, sums: _Run) -> Network:
     """Return the network as the user says, or as sums over all machines have shown; for one machine, a usual one."""
-    known = predict.ASSUMED
+    known = prediction.ASSUMED
     if many.machines > 1:
         known = network_of(json.loads(sums.about()["settings"]["sums"]), many.machines)
     latency, bandwidth = job.latency and job.latency * 1e-6, job.bandwidth and job.bandwidth * 1e9 / 8
@@ -117,11 +117,11 @@ class _Run:
 
     def _is_warm(self) -> bool:
         ranks = self._report.data()["ranks"]
-        return bool(ranks) and min(rank["steps"] for rank in ranks) >= predict.FEWEST
+        return bool(ranks) and min(rank["steps"] for rank in ranks) >= prediction.FEWEST
 
-    def measured(self) -> predict.Measured:
+    def measured(self) -> prediction.Measured:
         """Return the mean step."""
-        return predict.measured(self._begin, self._report.data(), self._middle)
+        return prediction.measured(self._begin, self._report.data(), self._middle)
 
     def about(self) -> dict[str, Any]:
         """Return the settings, versions and threads of rank 0."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.streams import Output
 
 _BEGIN = b'{"warning": '
 _WITHIN = 5.0  # seconds in which the ranks come to the same line, also while they import

@@ -18,7 +18,7 @@ from ddp_callbacks.launcher.members import Members
 from ddp_callbacks.launcher.node import reports
 from ddp_callbacks.launcher.node.program import Node
 from ddp_callbacks.launcher.outcome import Outcome, causes, where
-from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.streams import Output
 from ddp_callbacks.launcher.warned import Warned
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.requests import JOINED, write_answer

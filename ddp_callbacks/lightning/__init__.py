@@ -2,12 +2,12 @@
 
 Importing this package registers the strategy ``"ddp_callbacks"`` in ``lightning``. Importing
 ``ddp_callbacks.pytorch_lightning`` registers it in ``pytorch_lightning``, with the modules here. ``fabric`` has the
-strategy of Fabric; ``processes`` is common to both. A run of a Trainer, in Lightning's order::
+strategy of Fabric; ``strategy_processes`` is common to both. A run of a Trainer, in Lightning's order::
 
-    Trainer(strategy="ddp_callbacks")    the strategy finds its rank: environment
+    Trainer(strategy="ddp_callbacks")    the strategy finds its rank: cluster_environment
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
       batch_to_device                    this rank's share of the batch is noted: batches; without a sample: padding
-      training_step                      self.log records: logs; torchmetrics: metrics
+      training_step                      self.log records: logs; torchmetrics: synced_metrics
         its end                          a step that all ranks skip is skipped: skipping
       backward                           the loss is weighed; gradients are synchronized while backward runs
       on_after_backward                  the gradients are those of the whole batch: clip here
@@ -16,18 +16,18 @@ strategy of Fabric; ``processes`` is common to both. A run of a Trainer, in Ligh
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
     predict                              each rank computes whole batches in turn: predictions
 
-``verification`` computes the first batch as one process. A run puts its methods in Lightning's objects by
+``batch_comparison`` computes the first batch as one process. A run puts its methods in Lightning's objects by
 ``replacement``, which takes them away at its end.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` each rank keeps its own gradients. The ranks average the parameters every
 few steps and at the moments in ``local_steps``, and meet only then.
 
-Logged values wait as ``rows`` until the ranks join them; ``logs`` says when.
+Logged values wait as ``logged_rows`` until the ranks join them; ``logs`` says when.
 
-With the callback ``Resume`` a fit can stop and resume at the next batch. ``resume`` reads and writes the file.
+With the callback ``Resume`` a fit can stop and resume at the next batch. ``resume_fit`` reads and writes the file.
 ``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, metrics and the module's
-attributes. ``recovery`` begins a call again without processes that died. ``checkpoints`` lets all ranks read rank 0's,
-and ``loggers`` lets a resumed fit log to the files of the fit that was cut.
+attributes. ``keep_going`` begins a call again without processes that died. ``checkpoints`` lets all ranks read
+rank 0's, and ``loggers`` lets a resumed fit log to the files of the fit that was cut.
 
 Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning, ``_torchmetrics`` those of torchmetrics,
 and list them.

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, ParamSpec
 from ddp_callbacks.auto import announce, is_auto, is_on
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning.processes import NAMES
-from ddp_callbacks.lightning.resume import ResumeMixin
+from ddp_callbacks.lightning.resume_fit import ResumeMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.lightning.strategy_processes import NAMES
 
 _Options = ParamSpec("_Options")
 _Init = Callable[Concatenate[Any, _Options], None]

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from ddp_callbacks.checkpoints.resume import ARGUMENTS
 from ddp_callbacks.lightning import _logged, _parts, _torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
-from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
+from ddp_callbacks.lightning.fabric.fabric_strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
-from ddp_callbacks.lightning.processes import NAMES
-from ddp_callbacks.lightning.resume import ResumeMixin
+from ddp_callbacks.lightning.resume_fit import ResumeMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.lightning.strategy_processes import NAMES
 from ddp_callbacks.versions import require_names
 
 # Return types are left out: jsonargparse takes a function that returns a class for a factory of its objects.

@@ -27,8 +27,8 @@ from ddp_callbacks.errors import warn
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.rows import Joined, Row, Sizes, join, plain
+from ddp_callbacks.lightning.logged_rows import Joined, Row, Sizes, join, plain
+from ddp_callbacks.lightning.synced_metrics import SyncedMetrics
 from ddp_callbacks.process_group import get_rank
 
 _MOST = 64  # batches between two joins

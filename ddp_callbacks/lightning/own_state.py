@@ -34,8 +34,8 @@ from ddp_callbacks.data.attributes import Checksums, changed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import metrics_of
 from ddp_callbacks.lightning.packages import ROOTS
+from ddp_callbacks.lightning.synced_metrics import metrics_of
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:

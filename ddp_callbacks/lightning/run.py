@@ -23,15 +23,15 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
+from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, verify_first_batch
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
-from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
-from ddp_callbacks.lightning.verification import compare_what_is_logged, verify_first_batch
+from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS

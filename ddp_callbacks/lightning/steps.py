@@ -18,7 +18,7 @@ from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.local_steps import LocalSteps
-from ddp_callbacks.lightning.resume import Fit, keep_logs
+from ddp_callbacks.lightning.resume_fit import Fit, keep_logs
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.reporting.recorder import end_validation

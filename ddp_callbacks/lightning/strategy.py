@@ -19,8 +19,8 @@ from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.held import Held, trained_by
+from ddp_callbacks.data.bad_batches import SkipBatch, check_skip_batch
 from ddp_callbacks.data.shares import BatchSize
-from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
@@ -30,11 +30,15 @@ from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_ver
 from ddp_callbacks.lightning import _logged, _parts, loggers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
+from ddp_callbacks.lightning.keep_going import RecoveringLauncher
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import samples_of_metrics
-from ddp_callbacks.lightning.processes import (
+from ddp_callbacks.lightning.replacement import Replacements
+from ddp_callbacks.lightning.run import Run
+from ddp_callbacks.lightning.skipping import Skipping
+from ddp_callbacks.lightning.steps import StepsMixin
+from ddp_callbacks.lightning.strategy_processes import (
     SAME_EVERYWHERE,
     VERSIONS,
     ProcessesMixin,
@@ -42,11 +46,7 @@ from ddp_callbacks.lightning.processes import (
     refuse_plugin,
     require_same_optimizers,
 )
-from ddp_callbacks.lightning.recovery import RecoveringLauncher
-from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.lightning.run import Run
-from ddp_callbacks.lightning.skipping import Skipping
-from ddp_callbacks.lightning.steps import StepsMixin
+from ddp_callbacks.lightning.synced_metrics import samples_of_metrics
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure

@@ -10,7 +10,7 @@
   of all ranks; :mod:`.places`: the exchange that a rank is in
 - :mod:`.moments`: all ranks act at the same moment, once one of them has asked to; :mod:`.preemption`: they stop
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
-- :mod:`.members`: who takes part, as the launcher notes it; :mod:`.survivors`: they form the group, and form it anew
+- :mod:`.members_file`: who takes part, as the launcher notes it; :mod:`.survivors`: they form the group, also later
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends
 """
 

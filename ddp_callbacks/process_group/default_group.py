@@ -21,7 +21,7 @@ from ddp_callbacks.cluster.schedulers import number
 from ddp_callbacks.errors import ConfigurationError, is_called_by_us
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
-from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.members_file import Members
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of

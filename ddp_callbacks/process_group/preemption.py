@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_callbacks.cluster.environment import NEWS
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.process_group.default_group import get_rank, get_world_size, resolve_group
-from ddp_callbacks.process_group.members import tell_launcher
+from ddp_callbacks.process_group.members_file import tell_launcher
 from ddp_callbacks.process_group.moments import Agreement
 from ddp_callbacks.process_group.presence import describe, presence
 

@@ -23,7 +23,7 @@ from ddp_callbacks.cluster.schedulers import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
 from ddp_callbacks.process_group.control_channel import end_when_silent
 from ddp_callbacks.process_group.coordinator import FOREVER
-from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.members_file import Members
 from ddp_callbacks.process_group.presence import Presence, join
 from ddp_callbacks.process_group.server import own_address
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import forget_failed_group, set_timeout, timeout_of
 from ddp_callbacks.cluster.environment import WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError, say
-from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.members_file import Members
 from ddp_callbacks.process_group.presence import Presence, found
 from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.process_group.runs import backend_of, destroy_groups, form_group

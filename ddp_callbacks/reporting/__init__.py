@@ -11,7 +11,7 @@
         summary      what follows from it: shares, the rank that sets the pace, one line, what to try next
         page         report.html, which needs no network
     at ddprun predict
-        cost         a model of the time of a step; predict: what two runs tell by it; plot: as SVG
+        cost         a model of the time of a step; prediction: what two runs tell by it; plot: as SVG
     commands that ask a running job, by its folder of logs
         requests     through files there
         stacks       where the ranks are; status: a table of what they do

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ddp_callbacks.reporting.cost import EXACT
-from ddp_callbacks.reporting.predict import pays_until
+from ddp_callbacks.reporting.prediction import pays_until
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 52, 52, 700, 330
 _LEAST = 0.5  # times as fast, where the upright axis begins

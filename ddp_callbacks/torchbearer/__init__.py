@@ -26,7 +26,7 @@ windows close in on_step_training and on_end_training.
 - :mod:`.replicas`: BroadcastParameters, SynchronizeBuffers, StopTogether; :mod:`.data`: ShardData, Flatten
 - :mod:`.gradients`: AllReduceGradients, AverageParameters; :mod:`.loss_weight`: what each rank's loss counts
 - :mod:`.metrics`: ReduceMetrics, which owns all values of an epoch; :mod:`.output`: RankZeroOutput
-- :mod:`.resume`: Resume, and :mod:`.run_state`, what it saves of a run
+- :mod:`.resume_run`: Resume, and :mod:`.run_state`, what it saves of a run
 - :mod:`.base`: the class of all; :mod:`.state`: what they keep in the Trial's; :mod:`._torchbearer`: private names
 
 ``evaluate()`` has on_start_epoch and on_end_epoch, too, and writes its metrics into the last epoch of the history.
@@ -61,7 +61,7 @@ from ddp_callbacks.torchbearer.loss_weight import Weight
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
-from ddp_callbacks.torchbearer.resume import Recover, Resume
+from ddp_callbacks.torchbearer.resume_run import Recover, Resume
 from ddp_callbacks.torchbearer.state import SHARE
 
 __all__ = [

@@ -27,7 +27,7 @@ from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.comm.topology import new_subgroup
 from ddp_callbacks.lightning import CallbackStrategy
-from ddp_callbacks.lightning.recovery import _Begin
+from ddp_callbacks.lightning.keep_going import _Begin
 from ddp_callbacks.process_group import resolve_group, survivors
 
 

@@ -19,10 +19,10 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from ddp_callbacks import _torch, join_process_group
 from ddp_callbacks.lightning import _logged, _parts, _progress, _torchmetrics, classes, packages
-from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
+from ddp_callbacks.lightning.fabric.fabric_strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.processes import ProcessesMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.lightning.strategy_processes import ProcessesMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_callbacks.launcher.options import parse_options
-from ddp_callbacks.launcher.output import Output, Terminal, terminal_size
+from ddp_callbacks.launcher.streams import Output, Terminal, terminal_size
 from ddp_callbacks.reporting.requests import new_folder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_callbacks.lightning.rows import Row, Sizes, join, plain
+from ddp_callbacks.lightning.logged_rows import Row, Sizes, join, plain
 
 
 def row(value: float, samples: int, size: float, given: bool = False, weight: float | None = None) -> Row:

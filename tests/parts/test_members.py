@@ -20,7 +20,7 @@ from ddp_callbacks.cluster.environment import KEEP_GOING, NEWS, WorkerEnv
 from ddp_callbacks.errors import PeerError, RendezvousError
 from ddp_callbacks.process_group import rendezvous, survivors
 from ddp_callbacks.process_group.control_channel import end_when_silent
-from ddp_callbacks.process_group.members import Members
+from ddp_callbacks.process_group.members_file import Members
 
 SIZE = 4
 Noted = Callable[..., None]

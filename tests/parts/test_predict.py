@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ddp_callbacks.comm import group_sums, hierarchical
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import buckets
-from ddp_callbacks.reporting import cost, plot, predict
+from ddp_callbacks.reporting import cost, plot, prediction
 from ddp_callbacks.reporting.cost import EXACT, INEXACT, Network, Step
-from ddp_callbacks.reporting.predict import Measured, Validations
+from ddp_callbacks.reporting.prediction import Measured, Validations
 from ddp_callbacks.reporting.recorder import PARTS
 
 MiB = 1 << 20
@@ -101,7 +101,7 @@ def test_two_runs_and_sums_tell_what_more_machines_take(overhead: float) -> None
     step, network = replace(STEP, processes=4), Network(2e-4, 24e6)
     few, many = (run_of(step, machines, network, overhead) for machines in (1, 2))
     sums = 2e-4 + cost.SIZES[0] / 24e6, 2 * (2e-4 + cost.SIZES[1] / 2 / 24e6)  # gathered, and by the ring
-    found = predict.predict(few, many, cost.network_of(sums, 2), (EXACT,))
+    found = prediction.predict(few, many, cost.network_of(sums, 2), (EXACT,))
     assert found["network"] == pytest.approx({"latency": 2e-4, "bandwidth": 24e6})
     for row in found["predicted"]:
         assert row["ways"]["exact"]["seconds"] == pytest.approx(step.seconds(row["machines"], network))
@@ -112,45 +112,45 @@ def test_one_machine_needs_an_assumed_network_which_is_said() -> None:
     """It says when it assumes a network."""
     few = Measured(1, 1, 0.11, 0.0, 0.0, 0.0, 11 * MiB)  # a process alone does not tell its parts
     many = Measured(1, 2, 0.07, 0.02, 0.01, 0.01, 11 * MiB)
-    found = predict.predict(few, many, predict.ASSUMED, (EXACT,))
+    found = prediction.predict(few, many, prediction.ASSUMED, (EXACT,))
     assert found["step"]["divided"] == pytest.approx(0.05) and found["step"]["fixed"] == pytest.approx(0.02)
-    said = list(predict.lines(found))
+    said = list(prediction.lines(found))
     measured = "1 process on 1 machine, 110 ms a step; 2 processes on 1 machine, 70 ms a step (14 % waiting), 1.57"
     assert said[0] == f"Measured: {measured} times as fast."
     assert said[-2] == "Network: 10 Gbit/s (--bandwidth), 50 µs (--latency), assumed."
-    given = predict.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
-    assert list(predict.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
+    given = prediction.predict(few, many, Network(1e-6, 1.25e8), (EXACT,))
+    assert list(prediction.lines(given))[-2] == "Network: 1 Gbit/s (--bandwidth), 1 µs (--latency)."
 
 
-def prediction(bandwidth: float, inexact: bool = False) -> dict[str, Any]:
+def predicted(bandwidth: float, inexact: bool = False) -> dict[str, Any]:
     network = Network(5e-5, bandwidth)
     few, many = (run_of(STEP, machines, network) for machines in (1, 2))
-    return predict.predict(few, many, network, predict.ways(inexact))
+    return prediction.predict(few, many, network, prediction.ways(inexact))
 
 
 def test_it_says_where_more_machines_stop_paying() -> None:
-    fast, slow = prediction(1.25e9), prediction(5e6)
-    last = predict.pays_until(fast)
+    fast, slow = predicted(1.25e9), predicted(5e6)
+    last = prediction.pays_until(fast)
     times = {row["machines"]: row["ways"]["exact"]["divided"] for row in fast["predicted"]}
     assert times[2 * last["machines"]] < 1.1 * times[last["machines"]]
     assert times[last["machines"]] >= 1.1 * times[last["machines"] // 2]
     says = (
         f"With the batch divided, {last['machines']} machines are {times[last['machines']]:.1f} times as fast as one; "
     )
-    assert f"{says}twice as many are not 1.10 times as fast as these." in predict.lines(fast)
-    assert any(line.endswith("times as fast as one: they do not pay.") for line in predict.lines(slow))
+    assert f"{says}twice as many are not 1.10 times as fast as these." in prediction.lines(fast)
+    assert any(line.endswith("times as fast as one: they do not pay.") for line in prediction.lines(slow))
 
 
 def test_ways_with_other_numbers_are_told_only_when_asked() -> None:
     """It names inexact ways only when asked."""
-    assert "DiLoCo" not in "\n".join(predict.lines(prediction(1e8)))
-    said = "\n".join(predict.lines(prediction(1e8, inexact=True)))
+    assert "DiLoCo" not in "\n".join(prediction.lines(predicted(1e8)))
+    said = "\n".join(prediction.lines(predicted(1e8, inexact=True)))
     assert "With bf16, which gives other numbers, " in said and "DiLoCo(every=50)" in said
 
 
 def test_the_prediction_is_plain_data_from_which_it_is_drawn() -> None:
     """The prediction of cost has tables, a plot and JSON."""
-    found = prediction(1e8)
+    found = predicted(1e8)
     read = json.loads(json.dumps(found), parse_constant=pytest.fail)
     drawn = plot.draw(read, "a < b")
     assert drawn == plot.draw(found, "a < b") and "a &lt; b" in drawn
@@ -187,21 +187,21 @@ def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, b
 
 def test_a_step_is_the_mean_after_the_first_ones() -> None:
     before, after = moment(("a", 30), ("b", 30), each=1.0), moment(("a", 130), ("b", 130), each=0.5)
-    found = predict.measured(before, after)
+    found = prediction.measured(before, after)
     assert found.machines == 2 and asdict(found)["waiting"] == pytest.approx((65 - 30) / 100)
     assert found.seconds == pytest.approx(5 * found.waiting)  # all parts but validation
-    short = predict.measured(moment(("a", 30)), moment(("a", 40), compares=9.0))  # of all steps but the first
+    short = prediction.measured(moment(("a", 30)), moment(("a", 40), compares=9.0))  # of all steps but the first
     assert short.seconds == pytest.approx(0.05)
 
 
 def test_waits_for_what_one_rank_does_between_steps_are_no_waits_for_sums() -> None:
-    found = predict.measured(moment(("a", 1), between=0.004), moment(("a", 41), between=0.004))
+    found = prediction.measured(moment(("a", 1), between=0.004), moment(("a", 41), between=0.004))
     assert (found.between, found.waiting) == pytest.approx((0.014, 0.006))
 
 
 def test_a_mean_says_how_uneven_its_steps_are() -> None:
     before, middle = moment(("a", 30), ("b", 30), each=0.0), moment(("a", 80), ("b", 80), each=0.5 * 50 / 80)
-    found = predict.measured(before, moment(("a", 130), ("b", 130), each=0.75 * 100 / 130), middle)
+    found = prediction.measured(before, moment(("a", 130), ("b", 130), each=0.75 * 100 / 130), middle)
     assert found.steps == 100 and found.spread == pytest.approx(1 / 3)
 
 
@@ -239,25 +239,26 @@ LEFT_OUT = "Left out: validations. Not each run had a whole one: let both train 
 def test_it_says_what_its_numbers_leave_out_and_how_good_they_are(
     few: Measured, many: Measured, says: list[str]
 ) -> None:
-    first, *more, _ = [*itertools.takewhile(bool, predict.lines(predict.predict(few, many, NETWORK, (EXACT,)))), ""]
+    found = prediction.predict(few, many, NETWORK, (EXACT,))
+    first, *more, _ = [*itertools.takewhile(bool, prediction.lines(found)), ""]
     assert first.startswith("Measured: ") and more == says
 
 
 def test_a_batch_that_each_process_loads_whole_gains_nothing_by_growing() -> None:
     few, many = replace(FEW, seconds=0.07), replace(MANY, seconds=0.065, loading=0.06, loads_all=True)
-    found = predict.predict(few, many, Network(0.0, 1e15), (EXACT,))
+    found = prediction.predict(few, many, Network(0.0, 1e15), (EXACT,))
     assert found["predicted"][-1]["ways"]["exact"]["grown"] == pytest.approx(0.065 / 0.06, rel=0.01)
 
 
 def test_validations_that_nobody_has_seen_are_told() -> None:
-    *_, last = predict.lines(predict.predict(FEW, MANY, NETWORK, (EXACT,)))
+    *_, last = prediction.lines(prediction.predict(FEW, MANY, NETWORK, (EXACT,)))
     assert last.endswith(", no late process, no validations (the runs had none).")
 
 
 def test_a_run_that_is_cut_amid_a_validation_counts_the_whole_ones() -> None:
     few = replace(FEW, seconds=0.04, validation=0.05, validations=Validations(4, 400, 16.0))
     many = replace(MANY, seconds=0.02, backward=0.01, validation=0.03, validations=Validations(1, 100, 4.0))
-    found = predict.predict(few, many, NETWORK, (EXACT,))
+    found = prediction.predict(few, many, NETWORK, (EXACT,))
     assert [run["seconds"] for run in found["measured"]] == pytest.approx([0.08, 0.06])
 
 
@@ -265,18 +266,19 @@ def test_a_run_that_is_cut_amid_a_validation_counts_the_whole_ones() -> None:
 def test_more_processes_than_samples_gain_nothing(samples: int, machines: int) -> None:
     few, many = (replace(each, samples=samples) for each in (FEW, replace(MANY, seconds=0.026, backward=0.015)))
     network = Network(0.0, 1e15)
-    found = predict.predict(few, many, network, (EXACT,))
-    assert predict.pays_until(found)["machines"] == machines
+    found = prediction.predict(few, many, network, (EXACT,))
+    assert prediction.pays_until(found)["machines"] == machines
     times = {row["machines"]: row["ways"]["exact"] for row in found["predicted"]}
     assert times[1024]["divided"] == pytest.approx(times[machines]["divided"], rel=1e-3)
     assert times[1024]["grown"] > 500
-    assert f"A batch has {samples} samples, so more than {samples} processes cannot divide it." in predict.lines(found)
+    limit = f"A batch has {samples} samples, so more than {samples} processes cannot divide it."
+    assert limit in prediction.lines(found)
 
 
 def test_runs_are_compared_with_validations_or_both_without() -> None:
     # One process, whose loader is none of torch's, does not tell when it validates.
     few, many = replace(FEW, seconds=0.06, is_whole=True), replace(MANY, seconds=0.004, validation=0.03)
-    found = predict.predict(few, many, NETWORK, (EXACT,))
+    found = prediction.predict(few, many, NETWORK, (EXACT,))
     assert [run["seconds"] for run in found["measured"]] == pytest.approx([0.06, 0.034])
     assert min(row["ways"]["exact"]["seconds"] for row in found["predicted"]) > 0
 
@@ -284,7 +286,7 @@ def test_runs_are_compared_with_validations_or_both_without() -> None:
 def test_a_gain_that_cannot_be_is_refused() -> None:
     says = "^2 processes took 7.0 times as many steps per second as 1, so the runs did not do the same. Let both train"
     with pytest.raises(ConfigurationError, match=says):
-        predict.predict(replace(FEW, seconds=0.07), replace(MANY, seconds=0.01, backward=0.005), NETWORK, (EXACT,))
+        prediction.predict(replace(FEW, seconds=0.07), replace(MANY, seconds=0.01, backward=0.005), NETWORK, (EXACT,))
 
 
 @pytest.mark.parametrize(
@@ -307,23 +309,23 @@ def test_a_gain_that_cannot_be_is_refused() -> None:
 )
 def test_a_run_that_cannot_be_measured_is_named(data: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        predict.measured(moment(), data)
+        prediction.measured(moment(), data)
 
 
 def test_waits_for_a_validation_are_no_waits_for_sums() -> None:
     before, after = moment(("a", 1)), moment(("a", 41))
     after["ranks"][0]["waits"]["validation"] = 0.004 * 40
-    found = predict.measured(before, after)
+    found = prediction.measured(before, after)
     assert (found.waiting, found.validation) == pytest.approx((0.006, 0.014))
 
 
 def test_what_the_processes_of_one_machine_wait_is_not_divided() -> None:
     few, many = (run_of(replace(STEP, processes=4), machines, NETWORK) for machines in (1, 2))
     late = replace(few, seconds=few.seconds + 0.01, waiting=0.01)
-    divided = [predict.predict(each, many, NETWORK, (EXACT,))["step"]["divided"] for each in (few, late)]
+    divided = [prediction.predict(each, many, NETWORK, (EXACT,))["step"]["divided"] for each in (few, late)]
     assert divided[0] == pytest.approx(divided[1])
 
 
 def test_machines_that_are_slower_than_one_are_not_taken_for_processes() -> None:
-    slow = prediction(5e6)
-    assert slow["measured"][1]["times"] < 1 and ONE_IS_FASTER not in predict.lines(slow)
+    slow = predicted(5e6)
+    assert slow["measured"][1]["times"] < 1 and ONE_IS_FASTER not in prediction.lines(slow)

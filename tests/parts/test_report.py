@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ddp_callbacks.cluster.environment import REPORT
 from ddp_callbacks.data.sharding import with_shares
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.run import take_request
+from ddp_callbacks.launcher.run_job import take_request
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.reporting import page, recorder, summary
 from ddp_callbacks.reporting.collector import Collector, in_any_case

@@ -27,7 +27,7 @@ from trainer_cases import RELATIVE, WIDE, Bodies, message_of, quiet
 from trainers import CLASSES, FEATURES, Net, fit, loader
 from ways import Way
 
-import ddp_callbacks.data.skipping
+import ddp_callbacks.data.bad_batches
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.torchbearer import DDPCallback
@@ -240,7 +240,7 @@ def plain(value: Any) -> Any:
 def collecting() -> list[str]:
     """What the library says about batches from now on."""
     said: list[str] = []
-    ddp_callbacks.data.skipping.say = lambda text, level: said.append(text)
+    ddp_callbacks.data.bad_batches.say = lambda text, level: said.append(text)
     return said
 
 

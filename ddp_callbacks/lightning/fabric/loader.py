@@ -9,7 +9,7 @@ from ddp_callbacks.data.sharding import ShardedLoader, with_shares
 from ddp_callbacks.randomness import WholeDraws
 
 if TYPE_CHECKING:
-    from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
+    from ddp_callbacks.lightning.fabric.fabric_strategy import CallbackFabricMixin
 
 
 class WatchedLoader:

@@ -19,7 +19,7 @@ from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.errors import ConfigurationError, MismatchError, is_called_by_us, reader_of, warn
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
-from ddp_callbacks.lightning.environment import environment_of_job, join
+from ddp_callbacks.lightning.cluster_environment import environment_of_job, join
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.default_group import is_as_one_process

@@ -7,14 +7,14 @@ import os
 import pytest
 from kit.ranks import HOSTNAME
 
-import ddp_callbacks.data.skipping
-from ddp_callbacks.data.skipping import BadBatches, Fault
+import ddp_callbacks.data.bad_batches
+from ddp_callbacks.data.bad_batches import BadBatches, Fault
 
 
 def test_many_skipped_batches_are_reported_now_and_then_and_counted_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports count all skipped batches."""
     said: list[str] = []
-    monkeypatch.setattr(ddp_callbacks.data.skipping, "say", lambda text, level: said.append(text))
+    monkeypatch.setattr(ddp_callbacks.data.bad_batches, "say", lambda text, level: said.append(text))
     bad = BadBatches()
     for batch in range(10_000):
         bad.report(bad.agree(Fault.NAN, 1.0), f"epoch 0, batch {batch}")

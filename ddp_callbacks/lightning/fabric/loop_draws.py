@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.lightning.fabric.batches import Pass
+from ddp_callbacks.lightning.fabric.loss_batches import Pass
 from ddp_callbacks.randomness import Rows, WholeDraws
 
 _END = object()

@@ -31,14 +31,14 @@ from ddp_callbacks.lightning.batches import (
     weighed_backward,
     weight_function,
 )
-from ddp_callbacks.lightning.fabric.batches import Batches, Draw, Pass, storages_of
-from ddp_callbacks.lightning.fabric.draws import LoopDraws
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
+from ddp_callbacks.lightning.fabric.loop_draws import LoopDraws
+from ddp_callbacks.lightning.fabric.loss_batches import Batches, Draw, Pass, storages_of
 from ddp_callbacks.lightning.fabric.models import Models
-from ddp_callbacks.lightning.metrics import SyncedMetrics, metrics_of_program, remember_padding
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.replacement import Replaced, Replacements
+from ddp_callbacks.lightning.strategy_processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
+from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, metrics_of_program, remember_padding
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws

@@ -20,7 +20,7 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.job import Job
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.meant import misplaced
-from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.streams import Output, Terminal
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.requests import STATUS, new_folder, take_requests, write_answer
