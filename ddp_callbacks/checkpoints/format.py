@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.comm.agreement import MISSING
 from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.comm.differences import MISSING
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.versions import __version__
 

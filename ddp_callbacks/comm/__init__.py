@@ -5,7 +5,8 @@
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
   between hosts
 - :mod:`.collectives`: plain data, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`: are settings equal on all ranks; :mod:`.checksums` of what is too large to send
+  :mod:`.agreement`: are settings equal on all ranks; :mod:`.differences` are named; :mod:`.checksums` of what is too
+  large to send
 - :mod:`.held`: which parameters are synchronized
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory` (in :mod:`.segments`),

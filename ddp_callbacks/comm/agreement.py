@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,9 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import ADDRESS, is_dense
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.differences import describe, require_equal
 from ddp_callbacks.comm.held import persistent_buffers
-from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
-
-MISSING = "(none)"
-_SHOWN = 5  # differences listed in a message
+from ddp_callbacks.errors import ConfigurationError
 
 
 def require_agreement(
@@ -33,32 +29,7 @@ def require_agreement(
     Raises:
         MismatchError: On every rank alike; names each setting that differs, the ranks and their values.
     """
-    gathered = all_gather_object(dict(settings), f"the comparison of {subject}", group)
-    lines = list(differences(gathered))
-    if not lines:
-        return
-    hosts = ", ".join(describe_rank(resolve_group(group), rank) for rank in range(len(gathered)))
-    raise MismatchError(f"the ranks disagree about {subject}:{listed(lines)}\n{remedy}\nRanks: {hosts}.")
-
-
-def listed(lines: Sequence[str]) -> str:
-    """Return the first differences for a message, each in a line of its own, and the number of the others."""
-    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "".join(f"\n  {line}" for line in [*lines[:_SHOWN], *more])
-
-
-def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
-    """Yield one line for each setting that differs: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
-    names = dict.fromkeys(name for settings in gathered for name in settings)
-    for name in names:
-        ranks_by_value: dict[str, list[str]] = {}
-        for rank, settings in enumerate(gathered):
-            ranks_by_value.setdefault(str(settings.get(name, MISSING)), []).append(str(rank))
-        if len(ranks_by_value) > 1:
-            yield f"{name}: " + "; ".join(
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-                for value, ranks in ranks_by_value.items()
-            )
+    require_equal(all_gather_object(dict(settings), f"the comparison of {subject}", group), subject, remedy, group)
 
 
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
@@ -102,11 +73,6 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         settings |= {f"optimizer group {index}: {key}": _text_of(value) for key, value in options.items()}
         settings[f"optimizer group {index}: number of parameters"] = str(len(group["params"]))
     return settings
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Return the shape and dtype as text."""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _text_of(value: Any) -> str:

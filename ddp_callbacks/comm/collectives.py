@@ -4,8 +4,9 @@ Every function is a collective: all ranks of the group must call it, in the same
 With a single process it is the identity. If another rank failed, died or went silent, it raises PeerError; if another
 rank is in another exchange, MismatchError.
 
-A new one is built on :func:`all_gather_object`, and so does all this. One that launches on a process group itself calls
-``enter(purpose)``, launches inside :func:`.failures.launching`, and ends in :func:`.failures.wait`.
+A new one is built on :func:`all_gather_object`, and is listed in ``ddp_callbacks.comm`` and on its page. One that needs
+something equal on all ranks gathers it and calls :func:`.differences.require_equal`. One that launches on a process
+group itself calls ``enter(purpose)``, launches inside :func:`.failures.launching`, and ends in :func:`.failures.wait`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import memory_of
 from ddp_callbacks.comm.codec import bytes_of, decode, encode, pack, tensor_of, unpack
+from ddp_callbacks.comm.differences import describe, require_equal
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.comm.topology import all_gather_bytes
@@ -32,22 +34,21 @@ def all_reduce(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | No
     """Sum ``tensor`` over the ranks, in place, and return it. A collective.
 
     Args:
-        tensor: Flat and contiguous, of the same size and dtype on every rank; must not require a gradient.
+        tensor: Contiguous, of the same shape and dtype on every rank; must not require a gradient.
         purpose: For error messages: "the loss of an epoch". The same on every rank.
         group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
-        MismatchError: Another rank is in another exchange.
+        MismatchError: Another rank has a tensor of another shape or dtype, or is in another exchange.
     """
     if get_world_size(group) == 1:
         return tensor
-    if not _is_small(tensor):
-        enter(purpose)
-        ProcessGroupWork(tensor, resolve_group(group), purpose).wait()
-        return tensor
-    parts = [tensor_of(found, torch.empty_like(tensor)) for found in all_gather_bytes(bytes_of(tensor), purpose, group)]
-    return tensor.copy_(functools.reduce(torch.Tensor.add_, parts))
+    if parts := [part for part in _exchange(tensor, True, purpose, group) if part is not None]:
+        return tensor.copy_(functools.reduce(torch.Tensor.add_, parts))
+    enter(purpose)
+    ProcessGroupWork(tensor.view(-1), resolve_group(group), purpose).wait()
+    return tensor
 
 
 def any_rank(flag: bool, purpose: str, group: dist.ProcessGroup | None = None) -> bool:
@@ -90,12 +91,13 @@ def broadcast(
 
     Raises:
         PeerError: Another rank failed, died or went silent.
+        MismatchError: Another rank has a tensor of another shape or dtype, or is in another exchange.
     """
     if get_world_size(group) == 1:
         return tensor
-    if _is_small(tensor):
-        message = bytes_of(tensor) if get_rank(group) == source else b""
-        return tensor_of(all_gather_bytes(message, purpose, group)[source], tensor)
+    found = _exchange(tensor, get_rank(group) == source, purpose, group)[source]
+    if found is not None:
+        return tensor.copy_(found)
     enter(purpose)
     resolved, memory = resolve_group(group), memory_of(tensor)  # as bytes: gloo does not know all dtypes
     messenger = cpu_group(resolved) if tensor.device.type == "cpu" else resolved
@@ -177,6 +179,18 @@ def gather_bytes(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | 
     return gathered
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is sent as a message. The answer is equal on every rank."""
-    return tensor.device.type == "cpu" and tensor.nbytes <= _SMALL
+def _exchange(
+    tensor: torch.Tensor, sends: bool, purpose: str, group: dist.ProcessGroup | None
+) -> list[torch.Tensor | None]:
+    """Compare the ranks' tensors by shape, dtype and device, and return those that were sent: small ones of the CPU.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    device = tensor.device.type
+    is_message = device == "cpu" and tensor.nbytes <= _SMALL
+    own = [f"{describe(tensor)} on {device}", tensor if sends and is_message else None]
+    described, tensors = zip(*all_gather_object(own, purpose, group), strict=True)
+    remedy = "Give every process a tensor of the same shape and dtype, or gather them by all_gather_object."
+    require_equal([{"tensor": each} for each in described], purpose, remedy, group)
+    return [*tensors]

@@ -231,9 +231,8 @@ def reduce(tensor: torch.Tensor, reduce_op: Any, group: Any = None) -> torch.Ten
     wide = wide.to(torch.int64) if not exact and operation != "mean" else wide
     result = tensor.dtype if exact else (torch.get_default_dtype() if operation == "mean" else torch.int64)
     if operation in ("mean", "sum"):
-        total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
-        total = total / dist.get_world_size(group) if operation == "mean" else total
-        return total.view(tensor.shape).to(result)
+        total = all_reduce(wide.clone(memory_format=torch.contiguous_format), "a reduction", group)
+        return (total / dist.get_world_size(group) if operation == "mean" else total).to(result)
     parts = torch.stack(all_gather_object(wide, "a reduction", group))
     if operation == "product":
         return parts.prod(0).to(tensor.device, result)

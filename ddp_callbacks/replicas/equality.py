@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.agreement import listed
 from ddp_callbacks.comm.checksums import checksum_of_memory, memory_of
 from ddp_callbacks.comm.codec import Json
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast
+from ddp_callbacks.comm.differences import listed
 from ddp_callbacks.errors import ConfigurationError, MismatchError, say, warn
 from ddp_callbacks.process_group import get_rank
 

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.cluster.environment import KEEP_GOING
-from ddp_callbacks.comm.agreement import describe, require_agreement
+from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
+from ddp_callbacks.comm.differences import describe
 from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group

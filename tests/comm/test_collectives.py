@@ -335,3 +335,25 @@ def test_equal_settings_agree_whatever_the_values_of_parameters_and_the_addresse
     optimizer = torch.optim.Adam([{"params": model.parameters(), "schedule": [SimpleNamespace(at=object())]}], lr=0.1)
     settings = module_settings(model) | optimizer_settings(optimizer) | {"nan": math.nan}
     require_agreement(settings, "everything", "Nothing to do.")
+
+
+UNLIKE = {
+    "dtypes of one size": ((3,), torch.float32, (3,), torch.int32),
+    "sizes": ((3,), torch.float32, (4,), torch.float32),
+    "shapes of one size": ((2, 3), torch.float32, (3, 2), torch.float32),
+    "a message and more": ((3,), torch.float32, (100_000,), torch.float32),
+    "large sizes": ((100_000,), torch.float32, (100_001,), torch.float32),
+}
+
+
+@WORLD
+def test_tensors_that_differ_in_shape_or_dtype_are_named_and_left() -> None:
+    # Bits of a float were taken for those of an integer; of large tensors one kept its end, or gloo aborted.
+    for shape, dtype, other_shape, other_dtype in UNLIKE.values():
+        mine = torch.ones(other_shape, dtype=other_dtype) if dist.get_rank() else torch.ones(shape, dtype=dtype)
+        for exchange in (all_reduce, broadcast):
+            with pytest.raises(MismatchError, match="the ranks disagree about the sizes") as raised:
+                exchange(mine, "the sizes")
+            first, second = (str(each).removeprefix("torch.") for each in (dtype, other_dtype))
+            assert f"tensor: {[*shape]} {first} on cpu on rank 0; {[*other_shape]} {second}" in str(raised.value)
+            assert bool((mine == 1).all())
