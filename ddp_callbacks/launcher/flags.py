@@ -2,8 +2,8 @@
 
 torchrun's are listed here so that ``ddprun`` can parse a command line without torch; a test compares them with torch's.
 
-A flag is an attribute of :class:`.job.Job` of the same name. What the ranks get of it goes through :func:`.plan.starts`
-and the types in node/processes to the program on each node: ``--bind`` is an example.
+A flag is an attribute of :class:`.job.Job` of the same name. What the ranks get of it, :func:`.plan.starts` puts in
+``StartRanks`` of node/processes, where ``start_rank`` uses it on each node: ``one_stream`` is an example.
 """
 
 from __future__ import annotations

@@ -21,20 +21,7 @@ _EVENTS = 300
 _STRETCHES, _STEPS = 32, 40  # of the time of a job, each with so many steps
 _TAIL = 400  # bytes of a rank's output
 _LATELY = 10.0  # seconds
-_AS_SAID = (
-    "epoch",
-    "stage",
-    "gradients",
-    "starting",
-    "longest",
-    "validated",
-    "compared",
-    "loads_all",
-    "batch",
-    "validation",
-    "memory",
-    "about",
-)
+_ADDED_UP = ("seconds", "steps", "held_out", "process")  # of a message; the rest is passed on as it was said last
 _COMMANDS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\S \r\n]|[\x00-\x09\x0e-\x1f]")  # to a terminal: colours, moves
 
 
@@ -195,7 +182,7 @@ def _data(number: int, rank: Rank, now: float) -> dict[str, Any]:
         "stepped": round(now - rank.stepped, 2),
         "is_lost": rank.is_lost,
         "line": re.split(r"[\r\n]", text)[-1].strip(),
-        **{name: rank.said[name] for name in _AS_SAID},
+        **{name: value for name, value in rank.said.items() if name not in _ADDED_UP},
     }
 
 

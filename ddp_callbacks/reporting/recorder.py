@@ -2,7 +2,8 @@
 
 Whatever a rank does between two marks counts as the part that the second one names, except its waits. A mark costs a
 microsecond, and a message, of one line of JSON, 50: one each second at first, later one in five seconds. A thread sends
-them, also while the rank hangs.
+them, also while the rank hangs. A new number goes into ``_totals``, and where it is shown: in :mod:`.status`,
+:mod:`.page` or :mod:`.summary`.
 """
 
 from __future__ import annotations

@@ -50,17 +50,6 @@ def start(
     return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare, **options)
 
 
-class Start(NamedTuple):
-    """How the processes of a rank are started."""
-
-    rank: int
-    words: list[str]
-    environ: dict[str, str]
-    cores: set[int]
-    size: tuple[int, int] | None  # lines and columns of the terminal to which it writes
-    one_stream: bool  # whether its standard output is its standard error, so that lines keep their order
-
-
 class StartRanks(NamedTuple):
     """How the ranks of a node are started.
 
@@ -80,7 +69,21 @@ class StartRanks(NamedTuple):
     stdin: int | None = None
     size: tuple[int, int] | None = None
     shown: list[int] | None = None
-    one_stream: bool = False
+    one_stream: bool = False  # whether standard output is standard error, so that lines keep their order
+
+
+class StartRank(NamedTuple):
+    """How the processes of one of them are started."""
+
+    ranks: StartRanks
+    rank: int
+    environ: dict[str, str]
+    cores: set[int]
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Lines and columns of the terminal to which it writes."""
+        return None if self.ranks.shown and self.rank not in self.ranks.shown else self.ranks.size
 
 
 class Rank(NamedTuple):
@@ -91,7 +94,7 @@ class Rank(NamedTuple):
     pipes: list[int]
 
 
-def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]:
+def start_rank(how: StartRank, taken: int, news: int) -> tuple[Rank, dict[int, str]]:
     """Start a process for a rank.
 
     Args:
@@ -103,16 +106,17 @@ def start_rank(how: Start, taken: int, news: int) -> tuple[Rank, dict[int, str]]
     """
     pipes = {stream: os.pipe() for stream in _PIPES}
     errors = _stream(how.size)
-    output = errors if how.one_stream else _stream(how.size)
+    output = errors if how.ranks.one_stream else _stream(how.size)
     own = {"DDP_CALLBACKS_NEWS": news} | {_PIPES[stream]: pipes[stream][1] for stream in pipes}
     files = {name: f"/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in own.items()}
-    process = start(how.words, how.cores, env=how.environ | files, stdin=taken, stdout=output[1], stderr=errors[1])
-    for descriptor in {taken, output[1], errors[1]} - {subprocess.DEVNULL}:
+    streams: dict[str, Any] = {"stdin": taken, "stdout": output[1], "stderr": errors[1]}
+    process = start(how.ranks.argv, how.cores, env=how.environ | files, **streams)
+    for descriptor in {*streams.values()} - {subprocess.DEVNULL}:
         os.close(descriptor)
-    streams = {output[0]: "o", errors[0]: "e"} | {pipes[stream][0]: stream for stream in pipes}
-    for descriptor in streams:
+    read = {output[0]: "o", errors[0]: "e"} | {pipes[stream][0]: stream for stream in pipes}
+    for descriptor in read:
         os.set_blocking(descriptor, False)
-    return Rank(how.rank, process, [end for _, end in pipes.values()]), streams
+    return Rank(how.rank, process, [end for _, end in pipes.values()]), read
 
 
 def _stream(size: tuple[int, int] | None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import (
     Rank,
-    Start,
+    StartRank,
     StartRanks,
     adopt_orphans,
     descendants,
@@ -73,7 +73,7 @@ class Node(Answers):
         self._link = Link()
         self._streams: dict[int, tuple[str, int]] = {}  # descriptor: name, rank
         self._ranks: dict[int, Rank] = {}  # by process id
-        self._starts: dict[int, Start] = {}  # by rank
+        self._starts: dict[int, StartRank] = {}  # by rank
         self._ending = Ending(self._ranks.keys())
         self._stopped = Stopped()
         self._listener: socket.socket | None = None
@@ -133,8 +133,7 @@ class Node(Answers):
             bound = describe_cores(cores, why) if how.bind != "none" else ""
             for local_rank, rank in enumerate(how.ranks):
                 own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-                size = None if how.shown and rank not in how.shown else how.size
-                self._starts[rank] = Start(rank, how.argv, own, cores[local_rank], size, how.one_stream)
+                self._starts[rank] = StartRank(how, rank, own, cores[local_rank])
                 self._start_rank(rank, DEVNULL if rank else self._open_input(how.stdin))
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
