@@ -316,12 +316,6 @@ def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
     return [backend for backend in backends.values() if backend is not on_cpu]
 
 
-def abort_accelerators(group: dist.ProcessGroup) -> None:
-    """Abort the group's pending operations on accelerators."""
-    for backend in accelerators_of(group):
-        backend.abort()
-
-
 def sequence_number(group: dist.ProcessGroup | None) -> int:
     """Return the number of collectives that this rank has started in the group; -1 if the backend does not count."""
     try:

@@ -93,7 +93,7 @@ class BatchStatistics:
         sums[0].copy_(sum_dy)
         sums[1].copy_(sum_dy_xhat)
         self._mixed = name
-        self._sum(message, f"the gradients of {name}")
+        self._all_reduce.launch(message, f"the gradients of {name}").wait()  # under NCCL the stream waits, not the host
         return sums
 
     def take_mixed(self) -> str:
@@ -115,7 +115,7 @@ class BatchStatistics:
             own[:channels].copy_(mean)
             own[channels:-1].copy_(var)
             own[-1:].fill_(size)
-        self._sum(message, f"the statistics of {name}")
+        self._all_reduce.launch(message, f"the statistics of {name}").wait()
         return rows
 
     @outside_inference_mode
@@ -124,10 +124,6 @@ class BatchStatistics:
         if (numel, device) not in self._messages:
             self._messages[numel, device] = self._all_reduce.allocate(numel, torch.float64, device)
         return self._messages[numel, device]
-
-    def _sum(self, message: torch.Tensor, purpose: str) -> None:
-        """All-reduce in place; under NCCL the stream waits, not the host."""
-        self._all_reduce.launch(message, purpose).wait()
 
 
 def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ddp_callbacks.errors import say
 
@@ -22,25 +21,16 @@ _PAUSE = 0.5  # seconds between two attempts
 _SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the request for all interfaces' IPv4 addresses, and the bytes per entry
 
 
-@dataclass(frozen=True)
-class Route:
-    """The route to another host: this host's address on it, and its interface (empty if unknown)."""
-
-    address: str
-    interface: str
-
-
-def route_to(host: str, port: int = 1) -> Route:
-    """Find the route to ``host``. Sends nothing to it; may look up its name.
+def address_towards(host: str) -> str:
+    """Return this host's address on the route to ``host``. Sends nothing to it; may look up its name.
 
     Raises:
         OSError: The name does not resolve, or there is no route.
     """
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
-        own = probe.getsockname()[0].partition("%")[0]
-    return Route(own, own_addresses().get(own, ""))
+        return str(probe.getsockname()[0].partition("%")[0])
 
 
 def addresses_of(host: str, timeout: float) -> list[str]:
@@ -89,7 +79,7 @@ def address_for_others(others: Iterable[str]) -> str | None:
     """
     for host in (*others, *_ELSEWHERE):
         with suppress(OSError):  # the name does not resolve, or there is no route
-            if not is_loopback(address := route_to(host).address):
+            if not is_loopback(address := address_towards(host)):
                 return address
     found = [address for address in own_addresses() if is_for_others(address)]
     return found[0] if len(found) == 1 else None

@@ -33,10 +33,7 @@ def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def make_subgroup(
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    gather: Callable[[bytes], list[bytes]],
-    backend: str = "",
+    ranks: Sequence[int], group: dist.ProcessGroup, gather: Callable[[bytes], list[bytes]], backend: str = ""
 ) -> dist.ProcessGroup | None:
     """Make a process group of each of some disjoint parts of a group's ranks; return the one with this rank.
 

@@ -116,7 +116,6 @@ def facts(processes: str, cores: int, kind: str, name: str) -> dict[str, Any]:
     return place(processes, cores, kind, name) | {
         "program": name,
         "python": sys.version.split()[0],
-        "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "memory": memory["MemTotal"],
         "free_memory": memory["MemAvailable"],

@@ -88,16 +88,6 @@ def read_record(text: str, ahead: float) -> Record | None:
     return Record((str(message["message"] if isinstance(message, dict) else message),), math.inf)
 
 
-def is_ready(text: str) -> bool:
-    """Whether the last line of ``text`` says that a process is ready to join: ``{"ready": true}``."""
-    return _last_json(text).get("ready") is True
-
-
-def announced(text: str) -> dict[str, Any]:
-    """Return what the last line of ``text`` says about where processes meet, see environment.NEWS; else nothing."""
-    return dict(_last_json(text).get("stores", {}))
-
-
 def _last_json(text: str) -> dict[str, Any]:
     """Return the JSON in the last line; empty if there is none, or only a part."""
     try:
@@ -122,8 +112,9 @@ class End:
         ended_by: The name of the signal that ended it.
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
         over_since: When it was heard that its program is over; infinite until then.
-        kept_by: The names of the threads that kept it running then, if no exception ended the program.
-        if_done: What to say if the job is done, with exit code 0.
+        said: The last line of its record. ``ready``: it is ready to join; ``stores``: where processes meet, see
+            environment.NEWS; ``kept_by``: the names of the threads that keep it running, if no exception ended the
+            program; ``if_done``: what to say if the job is done, with exit code 0.
         is_preempted: Whether it has written its checkpoint, and only ends.
     """
 
@@ -137,8 +128,7 @@ class End:
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
     over_since: float = math.inf
-    kept_by: tuple[str, ...] = ()
-    if_done: str = ""
+    said: dict[str, Any] = field(default_factory=dict)
     is_preempted: bool = False
 
     def hear(self, stream: str, data: bytes) -> None:
@@ -146,17 +136,16 @@ class End:
         self.wrote[stream] = (self.wrote.get(stream, b"") + data)[-TAIL:]
         if stream != "f":
             return
-        said = _last_json(self.text("f"))
-        record, self.kept_by = read_record(self.text("f"), 0.0), tuple(said.get("kept_by", ()))
-        self.if_done, self.is_preempted = said.get("if_done", ""), self.is_preempted or "preempted" in said
-        if self.kept_by or (record and record.is_over):
+        record, self.said = read_record(self.text("f"), 0.0), _last_json(self.text("f"))
+        self.is_preempted = self.is_preempted or "preempted" in self.said
+        if self.said.get("kept_by") or (record and record.is_over):
             self.over_since = min(self.over_since, time.monotonic())
             self.printed = replace(record, began=self.over_since) if record else None
 
     def describe_wait(self, patience: float) -> str:
         """Say why a rank whose program is over still runs, and how long ddprun waits for its end."""
-        if self.kept_by:
-            which = f"its thread{'s' if self.kept_by[1:] else ''} {', '.join(self.kept_by)}"
+        if names := self.said.get("kept_by"):
+            which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
         ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
         return f"{self} has failed, but still runs: {(self.told or '').rstrip('.')}. {ends}"
@@ -266,9 +255,7 @@ def _first(ends: Sequence[End]) -> End | None:
     votes = _votes(ends)
     failed = [end for end in ends if end.has_failed or end.rank in votes]
     return min(
-        failed,
-        key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began),
-        default=None,
+        failed, key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began), default=None
     )
 
 

@@ -134,12 +134,7 @@ TORCHRUN = (
 PREDICT = (
     Flag("--seconds", "how long each of two runs trains, once warm (default: 20)", "SECONDS", 20.0, _POSITIVE),
     Flag("--bandwidth", "Gbit/s of a machine (default: measured; on one machine, 10)", "GBIT", type=_POSITIVE),
-    Flag(
-        "--latency",
-        "of a message between them (default: measured; 50)",
-        "MICROSECONDS",
-        type=_POSITIVE,
-    ),
+    Flag("--latency", "of a message between them (default: measured; 50)", "MICROSECONDS", type=_POSITIVE),
     Flag("--inexact", "also with bf16 and DiLoCo, which give other numbers than one process"),
     Flag("--plot", "draws it there", "FILE.svg", type=_PATH),
     Flag("--json", "print JSON instead of a table"),

@@ -115,10 +115,7 @@ class _Parser(ArgumentParser):
 
 
 def parse_options(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    is_here: Callable[[str], bool] = is_this_machine,
-    command: str = "",
+    argv: Sequence[str], environ: Mapping[str, str], is_here: Callable[[str], bool] = is_this_machine, command: str = ""
 ) -> Job:
     """Parse the command line: the arguments after ``ddprun``, or after ``command``, ``doctor`` or ``predict``.
 

@@ -69,7 +69,7 @@ class Outcome:
         if self._launch.stopped_by and not self._was_failing and not self._has_failed():
             return self._conclude_stop()
         if all(rank.code == 0 for rank in self._ends) and not self._lost:
-            self._note("".join(rank.if_done for rank in self._ends))
+            self._note("".join(rank.said.get("if_done", "") for rank in self._ends))
         return self._conclude_failure()
 
     def _write_report(self) -> str:

@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from ddp_callbacks.launcher import node
 from ddp_callbacks.launcher.flags import PATIENCE
@@ -48,7 +47,7 @@ _CONNECT_TIMEOUT = 10  # seconds for ssh to connect
 _FLAGS_OF_SRUN = re.compile(r"(SLURM|SRUN)_(?!JOB|ARRAY|SUBMIT|CLUSTER|CONF|JWT|SACK)")
 
 
-def opening(plan: NodePlan, environ: Mapping[str, str] = MappingProxyType({})) -> bytes:
+def opening(plan: NodePlan, environ: Mapping[str, str]) -> bytes:
     """Return what follows :data:`FIRST_LINE`: how to start the interpreter (a path, or a name in PATH), the program.
 
     Args:

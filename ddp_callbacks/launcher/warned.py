@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 
 from ddp_callbacks.launcher.streams import Output
 
-_BEGIN = b'{"warning": '
 _WITHIN = 5.0  # seconds in which the ranks come to the same line, also while they import
 
 
@@ -22,18 +19,15 @@ class Warned:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._unread = defaultdict[int, bytes](bytes)  # the begin of a rank's next line
         self._shown = set[str]()
         self._held: dict[str, tuple[float, str, int]] = {}  # by text: when to show it, node and rank
 
-    def hear(self, node: str, rank: int, data: bytes) -> None:
-        """Take what a rank has reported, in lines; some tell of a warning that it has shown."""
-        *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
-        for text in (json.loads(line)["warning"] for line in lines if line.startswith(_BEGIN)):
-            if self._output.shows(rank):
-                self._shown.add(text)
-            else:
-                self._held.setdefault(text, (time.monotonic() + _WITHIN, node, rank))
+    def hear(self, node: str, rank: int, text: str) -> None:
+        """Take a warning that a rank has printed."""
+        if self._output.shows(rank):
+            self._shown.add(text)
+        else:
+            self._held.setdefault(text, (time.monotonic() + _WITHIN, node, rank))
 
     def due(self, now: float) -> Iterator[tuple[str, int, str]]:
         """Yield node, rank and text of each warning that nobody has seen, and that is to be shown by ``now``."""

@@ -11,7 +11,7 @@ from signal import Signals
 from ddp_callbacks.cluster.environment import SUCCESSOR
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection
-from ddp_callbacks.launcher.first_failure import End, announced, first_cause, is_ready
+from ddp_callbacks.launcher.first_failure import End, first_cause
 from ddp_callbacks.launcher.join import plans_to_add
 from ddp_callbacks.launcher.launch import CannotStart, Launch, close
 from ddp_callbacks.launcher.members import Members
@@ -45,6 +45,7 @@ class Watch:
         self._joining: asyncio.Task[None] | None = None  # adds nodes
         self._told_kept = False  # whether a rank is told to be kept alive
         self._warned = Warned(output)
+        self._report.warned = self._warned.hear
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
@@ -101,7 +102,7 @@ class Watch:
             case reports.Request(hosts):
                 self._add_or_ask(hosts)
             case reports.Stacks():
-                running = [end for end in self._ends_of_members() if end.code is None]
+                running = [end for end in self._members.ends(self._ranks) if end.code is None]
                 await asyncio.to_thread(self._output.note_stacks, where(running))
             case reports.Says(text):
                 await self._note(text)
@@ -110,16 +111,14 @@ class Watch:
         written = os.fsencode(data)
         self._report.hear(node.plan.name, rank, stream, written)
         successor = self._members.successors.get(rank)
-        if stream == "r":
-            self._warned.hear(node.plan.name, rank, written)
         if (end := successor or self._ranks.get(rank)) is not None and stream not in "or":
             end.hear(stream, written)
-        if successor is not None and not self._is_over and is_ready(successor.text("f")):
+        if successor is not None and not self._is_over and successor.said.get("ready") is True:
             self._ranks[rank] = self._members.join(rank)
             await self._continue(f"{successor}: a new process joins")
         if stream not in "fr":
             await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
-        elif stream == "f" and end is not None and (stores := announced(end.text("f"))):
+        elif stream == "f" and end is not None and (stores := end.said.get("stores")):
             self._launch.tell_ranks(stores=stores)
 
     def _add_or_ask(self, hosts: str) -> None:
@@ -198,13 +197,12 @@ class Watch:
         if late:
             self._follow(late[0])
 
-    def _ends_of_members(self) -> list[End]:
-        return self._members.ends(self._ranks)
-
     def _take_failure(self, end: End) -> None:
         """Handle a rank that failed or was preempted, before anything has ended the job."""
         is_first = self._begin_at is None and self._end_at is None
-        known = [other for other in self._ends_of_members() if other.code and not (other is end or other.follows)]
+        known = [
+            other for other in self._members.ends(self._ranks) if other.code and not (other is end or other.follows)
+        ]
         if is_first and end.code == EXIT_PREEMPTED:
             self._launch.ask()
             self._decide_within(self._job.patience)
@@ -328,7 +326,7 @@ class Watch:
 
     async def _end_and_start_again(self) -> None:
         """End the ranks of all nodes, then start them again."""
-        if cause := first_cause(causes(self._ends_of_members(), self._job.patience)):
+        if cause := first_cause(causes(self._members.ends(self._ranks), self._job.patience)):
             await self._note(f"{cause.text}; all start again")
         problems = await self._launch.halt(self._running)
         nodes = list(self._running)
@@ -362,7 +360,7 @@ class Watch:
             return
         is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
         if is_needed or self._launch.is_ending or (self._restart is None and not self._is_restart_left()):
-            if not any(rank.node == name and rank.code for rank in self._ends_of_members()):
+            if not any(rank.node == name and rank.code for rank in self._members.ends(self._ranks)):
                 self._fail(name, reason)
             self._launch.end()
             return

@@ -114,10 +114,14 @@ class ParameterAverager:
             return
         self.outer_step()
         broadcast_all([*changes.values()], "the new parameters", self._group)
-        state: dict[Any, Any] = {} if self._optimizer is None else self._optimizer.state
         for name in changes:
-            state.get(OUTER_MOMENTUM, {}).pop(name, None)
+            self._state.get(OUTER_MOMENTUM, {}).pop(name, None)
         self._start()
+
+    @property
+    def _state(self) -> dict[Any, Any]:
+        """The state that holds the outer momentum. Loading replaces that of an optimizer."""
+        return self._own_state if self._optimizer is None else self._optimizer.state
 
     @property
     def is_last_step(self) -> bool:
@@ -159,13 +163,11 @@ class ParameterAverager:
         """
         if self._steps:
             fragments, share = self._agree()
-            # Look up the optimizer's state each time: loading replaces it.
-            state: dict[Any, Any] = self._own_state if self._optimizer is None else self._optimizer.state
-            momentum = dict(state.get(OUTER_MOMENTUM, {}))
+            momentum = dict(self._state.get(OUTER_MOMENTUM, {}))
             for fragment in fragments:
                 fragment.take_outer_step(self._average(fragment, share), momentum)
             if momentum:
-                state[OUTER_MOMENTUM] = momentum
+                self._state[OUTER_MOMENTUM] = momentum
         for fragment in self._fragments:
             fragment.take_anchor()
         self._steps, self._weight = 0, 0.0

@@ -75,13 +75,10 @@ def check_sync(sync: Any, *, comm_hook: Any = None, sync_batchnorm: bool = False
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
     if sync == "every_step":
         return
-    conflicts = {
-        "a comm_hook sums gradients": comm_hook is not None,
-        "sync_batchnorm=True exchanges statistics in every step": sync_batchnorm,
-    }
-    for conflict, is_there in conflicts.items():
-        if is_there:
-            raise ConfigurationError(f"{conflict}, but sync={sync!r} sends none. Use one of them.")
+    if comm_hook is not None or sync_batchnorm:
+        batch_norm = "sync_batchnorm=True exchanges statistics in every step"
+        conflict = batch_norm if comm_hook is None else "a comm_hook sums gradients"
+        raise ConfigurationError(f"{conflict}, but sync={sync!r} sends none. Use one of them.")
 
 
 def _is_number(value: Any) -> bool:

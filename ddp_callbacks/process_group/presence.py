@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks._torch import (
-    abort_accelerators,
     accelerators_of,
     known_groups,
     sequence_number,
@@ -183,7 +182,8 @@ class Presence:
             self.failed = self.aborted = True  # before a blocked call returns
             for group in reversed(known_groups()):  # the latest first, as torch does
                 with contextlib.suppress(RuntimeError):
-                    abort_accelerators(group)
+                    for backend in accelerators_of(group):
+                        backend.abort()
 
     def abort_failed_run(self) -> None:
         """Call :meth:`abort` if the run has failed before this rank has reached the end of the run."""

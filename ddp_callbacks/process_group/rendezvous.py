@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ddp_callbacks.cluster.environment import WorkerEnv
-from ddp_callbacks.cluster.network import address_for_others, addresses_of, is_loopback, route_to
+from ddp_callbacks.cluster.network import address_for_others, address_towards, addresses_of, is_loopback, own_addresses
 from ddp_callbacks.cluster.schedulers import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
 from ddp_callbacks.process_group.control_channel import end_when_silent
@@ -126,9 +126,9 @@ def choose_interface(host: str | None) -> None:
     cannot reach.
     """
     if host is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        route = route_to(host)
-        if route.interface and not is_loopback(route.address):
-            os.environ["GLOO_SOCKET_IFNAME"] = route.interface
+        address = address_towards(host)
+        if (interface := own_addresses().get(address)) and not is_loopback(address):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _where(env: WorkerEnv) -> str:

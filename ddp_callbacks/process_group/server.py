@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks.cluster.environment import SECRET
-from ddp_callbacks.cluster.network import is_loopback, own_addresses, route_to
+from ddp_callbacks.cluster.network import address_towards, is_loopback, own_addresses
 from ddp_callbacks.process_group.control_channel import CLOSED_IN_CHILDREN, Connection, Message, encode
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
 
@@ -149,7 +149,7 @@ def own_address(host: str) -> str:
     """Return the address at which others reach this host: on the route to ``host``, where they meet, or gloo's."""
     found = "127.0.0.1"
     with contextlib.suppress(OSError):
-        found = route_to(host).address
+        found = address_towards(host)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if is_loopback(found) and interface:
         return next((own for own, name in own_addresses().items() if name == interface), found)

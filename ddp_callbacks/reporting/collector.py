@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -68,10 +68,14 @@ class Collector:
     Args:
         command: The script and its arguments.
         is_sent: Whether ranks send anything; they do not with ``--no-report``.
+
+    Attributes:
+        warned: Called with node, rank and text of each warning of this library that a rank has printed.
     """
 
     def __init__(self, command: Sequence[str], is_sent: bool = True) -> None:
         self._is_sent = is_sent
+        self.warned: Callable[[str, int, str], None] = lambda *_: None
         self._command, self._date, self._begin = list(command), time.strftime("%Y-%m-%d %H:%M"), time.monotonic()
         self._ranks: dict[int, Rank] = {}
         self._events: list[tuple[float, str, str]] = []
@@ -87,10 +91,11 @@ class Collector:
             *lines, own.unread = (own.unread + data).split(b"\n")
             for line in lines:
                 with suppress(ValueError, KeyError):  # a process that was killed has written half of a line
-                    self._take(own, json.loads(line))
+                    self._take(rank, own, json.loads(line))
 
-    def _take(self, own: Rank, said: dict[str, Any]) -> None:
+    def _take(self, rank: int, own: Rank, said: dict[str, Any]) -> None:
         if "warning" in said:
+            self.warned(own.node, rank, said["warning"])
             return
         if "spans" in said:
             own.spans += [Span(said["step"], *span) for span in said["spans"]]

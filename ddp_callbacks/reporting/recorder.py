@@ -74,9 +74,9 @@ class Recorder:
         self._about: dict[str, Any] = {}
         self._sending = threading.Lock()
         steps = int(os.environ.get(TRACE) or 0)
-        self._tracer = Tracer(steps) if steps else None
-        if self._tracer is not None:
-            Stopwatch.listeners.append(self._trace_wait)
+        self._tracer = Tracer(steps)
+        if steps:
+            Stopwatch.listeners.append(functools.partial(self._tracer.add, WAITING))
 
     @property
     def is_alone(self) -> bool:
@@ -93,8 +93,7 @@ class Recorder:
         begin, now, waited = self._watch.lap()
         if self._has_begun:  # before lies what prepares training
             self._add(part, now - begin, waited, self._seconds, self._waits)
-            if self._tracer is not None:
-                self._tracer.add(part, begin, now)
+            self._tracer.add(part, begin, now)
         self._has_begun, self._marked = True, part
         if part == WAITING and self._launched:
             self._exchange += now - self._launched
@@ -120,13 +119,11 @@ class Recorder:
         """Note that a sum over the ranks begins."""
         now = time.perf_counter()
         self._launched = self._launched or now
-        if self._tracer is not None:
-            self._tracer.begin_sum(bucket, now)
+        self._tracer.begin_sum(bucket, now)
 
     def finish(self, bucket: int) -> None:
         """Note that this rank has waited for it."""
-        if self._tracer is not None:
-            self._tracer.end_sum(bucket, time.perf_counter())
+        self._tracer.end_sum(bucket, time.perf_counter())
 
     def step(self) -> None:
         """Note that an optimizer has stepped. Of several that step with one batch, the first counts."""
@@ -136,23 +133,14 @@ class Recorder:
             self._has_validated = False
             self._shortest.end_step(self._waits.values(), self._sums)
             self._note_longest()
-            self._trace_step()
+            for said in self._tracer.end_step(self.progress.steps):
+                self._write(said)
 
     def _note_longest(self) -> None:
         apart = self._seconds[WAITING] + self._seconds[VALIDATION] + self.compared
         spent = sum(self._seconds.values()) - apart
         self._longest = max(self._longest, (self.progress.steps, spent - self._spent), key=itemgetter(1))
         self._spent = spent
-
-    def _trace_wait(self, begin: float, end: float) -> None:
-        if self._tracer is not None:
-            self._tracer.add(WAITING, begin, end)
-
-    def _trace_step(self) -> None:
-        if self._tracer is not None:
-            for said in self._tracer.end_step(self.progress.steps):
-                self._write(said)
-            self._tracer = None if self._tracer.is_done(self.progress.steps) else self._tracer
 
     def begin_loading(self, batches: object, training: bool) -> None:
         """Note that this rank asks the iterator ``batches`` for its next batch; nothing, before a training or after."""

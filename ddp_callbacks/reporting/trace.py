@@ -33,17 +33,18 @@ class Tracer:
     """Collects the spans of a rank's steps, from the fourth one on.
 
     Args:
-        steps: How many to trace.
+        steps: How many to trace; 0 for none.
     """
 
     def __init__(self, steps: int) -> None:
-        self._last = SKIPPED + steps
+        self._last, self._is_on = SKIPPED + steps, steps > 0
         self._spans: list[tuple[str, int, int]] = []
         self._begins: dict[int, float] = {}  # of the sums of buckets
 
     def add(self, name: str, begin: float, end: float) -> None:
         """Add a span, in seconds of this machine's clock."""
-        self._spans.append((name, round(begin * 1e6), round(end * 1e6)))
+        if self._is_on:
+            self._spans.append((name, round(begin * 1e6), round(end * 1e6)))
 
     def begin_sum(self, bucket: int, now: float) -> None:
         """Note that the sum of a bucket begins."""
@@ -56,14 +57,10 @@ class Tracer:
 
     def end_step(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the messages about the step that ends now."""
-        taken, self._spans = self._spans, []
+        taken, self._spans, self._is_on = self._spans, [], self._is_on and step < self._last
         if SKIPPED < step <= self._last:
             for first in range(0, len(taken), _AT_ONCE):
                 yield {"step": step, "spans": taken[first : first + _AT_ONCE]}
-
-    def is_done(self, step: int) -> bool:
-        """Whether no later step is traced."""
-        return step >= self._last
 
 
 Traced = Mapping[int, tuple[str, list[Span]]]

@@ -337,6 +337,20 @@ def test_the_outer_momentum_of_another_model_is_refused() -> None:
         averager.step()
 
 
+def test_a_replaced_parameter_begins_without_momentum_whether_or_not_an_optimizer_keeps_it() -> None:
+    # Kept by the averager itself, it stayed, and a parameter of another shape ended the run.
+    for keeps in (True, False):
+        module = nn.ParameterList([torch.zeros(2)])
+        averager = ParameterAverager(module, DiLoCo(1, outer_lr=0.5), sgd(module.parameters()) if keeps else None)
+        for size in (2, 3):
+            module[0] = nn.Parameter(torch.ones(size))
+            averager.follow()
+            with torch.no_grad():
+                module[0] += 1.0
+            averager.step()
+            assert module[0].tolist() == pytest.approx([1.95] * size, rel=1e-6)  # Nesterov: 1 + 0.5 * 1.9
+
+
 # --- a world of one ---------------------------------------------------------------------------------------------------
 
 

@@ -307,12 +307,20 @@ def before_a_synchronized_layer() -> None:
     fit(CallbackStrategy(skip_batch="any"), module, rows, sync_batchnorm=True)  # type: ignore[arg-type]
 
 
-def diverge() -> None:
+def diverge(optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam) -> None:
     model = nn.Linear(FEATURES, CLASSES).double()
     rows = DataLoader(TensorDataset(torch.full((12, FEATURES), NAN).double(), torch.arange(12) % CLASSES), 4)
     callbacks = [DDPCallback(skip_batch="non_finite")]
-    made = Trial(model, adam(model), nn.CrossEntropyLoss(), metrics=["loss"], callbacks=callbacks, verbose=0)
+    made = Trial(model, optimizer(model), nn.CrossEntropyLoss(), metrics=["loss"], callbacks=callbacks, verbose=0)
     made.to("cpu", torch.float64).with_train_generator(rows).run(2)
+
+
+def lbfgs(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(module.parameters())
+
+
+def with_lbfgs() -> None:
+    fit(CallbackStrategy(skip_batch="any"), Net(optimizer=lbfgs), loader())  # type: ignore[arg-type]
 
 
 ERRORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
@@ -328,6 +336,8 @@ ERRORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         diverge,
         ("SkippedBatchError: all 3 batches of epoch 0 were skipped: their losses were not finite.",),
     ),
+    "LBFGS in a Trial": (lambda: diverge(lbfgs), ('skip_batch="non_finite" does not work with LBFGS',)),
+    "LBFGS in a Trainer": (with_lbfgs, ('skip_batch="any" does not work with LBFGS',)),
 }
 
 
