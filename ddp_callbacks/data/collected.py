@@ -138,7 +138,7 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the variables outside of its functions that these name."""
     own = list(getattr(owner, "__dict__", {}).items())
     yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
-    for function in _functions_of(owner):
+    for function in functions_of(owner):
         named = function.__globals__
         yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -146,7 +146,8 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
 
 
-def _functions_of(owner: Any) -> list[FunctionType]:
+def functions_of(owner: Any) -> list[FunctionType]:
+    """Return the functions of the user's own code that an object has, as methods or attributes."""
     inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
     found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
     return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
@@ -167,4 +168,4 @@ def _may_collect(owner: Any) -> bool:
     module = str(type(owner).__module__)
     if module != _DECORATED and module.partition(".")[0] in _GATHERING:
         return False
-    return not any(_EXCHANGES.intersection(each.__code__.co_names) for each in _functions_of(owner))
+    return not any(_EXCHANGES.intersection(each.__code__.co_names) for each in functions_of(owner))

@@ -11,18 +11,25 @@ from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.moments import Agreement
+from ddp_callbacks.process_group.moments import Agreement, tell_lone_decision
 from ddp_callbacks.process_group.presence import presence
 
 Wish: TypeAlias = Literal["requeue", "sigterm", "stop", "validate"]
 """To end by SIGTERM, to requeue the job, to turn ``trainer.should_stop`` on or off, or to validate by time."""
 
 
+_STOPS = (
+    "set trainer.should_stop, the other processes did not: all stop at step {step}. If it was for a loss or a metric "
+    "of this process's part of the data, log it (self.log) and decide by trainer.callback_metrics."
+)
+
+
 class Decisions:
     """The decisions of one run of a Trainer. The ranks act on them at the ends of batches and epochs.
 
-    If all ranks decide to stop at one moment, they stop there, as one process does. If only some do, all stop at the
-    first moment that no rank has passed. What a rank has decided has no effect before: it would wait for the others.
+    If all ranks decide to stop after one batch, they stop there, as one process does. If only some do, all stop after
+    the next one; at the end of an epoch, there. What a rank has decided has no effect before: it would wait for the
+    others.
 
     Lightning communicates in signal handlers, whatever the other ranks are doing, and asks each rank's own clock
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes these, and asks the others.
@@ -62,9 +69,11 @@ class Decisions:
         if is_asked:
             self._agreement.hold()
         while wish := self._agreement.pass_moment():
-            self._agreement = self._next_agreement()
+            asked, self._agreement = self._agreement.asked, self._next_agreement()
             self.wishes.discard(wish)
             self._act(wish)
+            if wish == "stop" and self._stops:
+                tell_lone_decision(asked, _STOPS.format(step=self._trainer.global_step), resolve_group(None))
             self.ask()
 
     def ask(self) -> bool:
@@ -76,8 +85,7 @@ class Decisions:
         if self._is_time_to_validate():
             self.wishes.add("validate")
         if self.wishes:
-            self._agreement.ask(min([*self.wishes]))
-            self._agreement.hold()
+            self._agreement.ask_now(min([*self.wishes]))
         return bool(self.wishes)
 
     def _next_agreement(self) -> Agreement:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
-from ddp_callbacks.data.collected import Collected
+from ddp_callbacks.data.collected import Collected, functions_of
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
@@ -39,6 +39,11 @@ from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
 
 _SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
+_BATCH_END, _LOSS, _LOGGED = (
+    "on_train_batch_end",
+    "loss",
+    ("callback_metrics", "logged_metrics", "progress_bar_metrics"),
+)
 SKIPPED = object()
 """What Lightning gets instead of ``None`` if ``training_step`` has returned ``None`` on every rank."""
 
@@ -87,10 +92,8 @@ class Run:
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
-        for callback in trainer.callbacks:
-            for name in _parts.MONITORED:
-                if hasattr(callback, name):
-                    self._exit.before(callback, name, self._before_monitor)
+        for owner, name in _reading_logged(trainer.lightning_module, *trainer.callbacks):
+            self._exit.before(owner, name, self._before_monitor)
         self._draw_in_hooks(trainer)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
@@ -323,18 +326,20 @@ class Run:
     def begin_training(self) -> None:
         """Begin training: stop if a rank wants to. A collective.
 
-        Callbacks that compare losses, such as Lightning's learning rate finder, get those of whole batches from now on.
+        Hooks that read losses, such as those of Lightning's learning rate finder, get those of whole batches from now
+        on.
         """
         self.decisions.pass_moment()
-        for callback in filter(_parts.compares_losses, self._trainer.callbacks):
-            self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
+        if self._is_automatic and self._local is None:
+            for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
+                if _parts.compares_losses(owner) or _names(owner, _LOSS):
+                    self._exit.replace(owner, _BATCH_END, self._with_joint_loss)
 
-    def _with_joint_loss(
-        self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        if outputs:
-            outputs = outputs | {"loss": self._joined(lambda: outputs["loss"])()}
-        hook(trainer, module, outputs, *args, **kwargs)
+    def _with_joint_loss(self, hook: Callable[..., None], *args: Any) -> None:
+        *before, outputs, batch, batch_idx = args
+        if outputs and _LOSS in outputs:
+            outputs = outputs | {_LOSS: self._joined(lambda: outputs[_LOSS])()}
+        hook(*before, outputs, batch, batch_idx)
 
     def end(self) -> None:
         """End a run that nothing has cut: all ranks draw the same random numbers again, as before it. A collective."""
@@ -370,7 +375,7 @@ class Run:
         return any(all_gather_object(results.logs_step and bool(self._trainer.loggers), _READS))
 
     def _before_monitor(self) -> None:
-        """Join logged values before ModelCheckpoint or EarlyStopping reads them. A collective."""
+        """Join logged values before ModelCheckpoint, EarlyStopping or a user's hook reads them. A collective."""
         results, trainer = _logged.results_of(self._trainer), self._trainer
         self._collected.checksums(results.logs_at_end)
         meets = results.joins_steps or not results.is_in_batch
@@ -438,6 +443,21 @@ class Run:
         """Whether this rank has no sample of the batch that is being computed."""
         results = _logged.results_of(self._trainer)
         return results is not None and results.is_in_batch and self.batches.is_padding
+
+
+def _reading_logged(*owners: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the methods before which to join what was logged: those of ModelCheckpoint and EarlyStopping, and hooks."""
+    for owner in owners:
+        yield from ((owner, name) for name in _parts.MONITORED if hasattr(owner, name))
+        if _names(owner, *_LOGGED):
+            yield owner, _BATCH_END
+
+
+def _names(owner: Any, *words: str) -> bool:
+    """Whether a user's hook at the end of a training batch, or what it may call, names one of these in its code."""
+    codes = {each.__name__: each.__code__ for each in functions_of(owner)}
+    may_read = [code for name, code in codes.items() if name == _BATCH_END or not name.startswith("on_")]
+    return _BATCH_END in codes and any({*code.co_names, *code.co_consts}.intersection(words) for code in may_read)
 
 
 def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,11 +17,13 @@ from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.moments import tell_lone_decision
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import parameters as replicas
 from ddp_callbacks.replicas.checks import ReplicaChecks
@@ -43,6 +45,11 @@ _MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles o
     "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
     "on_step_validation": ("on_forward_validation", "on_criterion_validation", "on_step_validation"),
 }
+
+_STOPS = (
+    "set state[torchbearer.STOP_TRAINING], the other processes did not: all stop now. If it was for a loss or a metric "
+    "of this process's part of the data, decide in on_end_epoch by state[torchbearer.METRICS]."
+)
 
 
 class BroadcastParameters(DistributedCallback):
@@ -284,13 +291,19 @@ class StopTogether(DistributedCallback):
         own = [bool(state[STOP_TRAINING]), random_state and random_state.checksums()]
         of_ranks = replicas.require_equal_replicas(held_by(state), when, self.process_group, own, self._on_divergence)
         stops, of_random = zip(*of_ranks, strict=True)
-        state[STOP_TRAINING] = any(stops)
+        self._stop_all(state, stops)
         if random_state is not None:
             random_state.follow(of_random)
 
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:
-            state[STOP_TRAINING] = any_rank(state[STOP_TRAINING], "whether to stop the Trial", self.process_group)
+            own = bool(state[STOP_TRAINING])
+            self._stop_all(state, all_gather_object(own, "whether to stop the Trial", self.process_group))
+
+    def _stop_all(self, state: State, stops: Sequence[bool]) -> None:
+        state[STOP_TRAINING] = any(stops)
+        if self.world_size > 1:
+            tell_lone_decision(stops, _STOPS, resolve_group(self.process_group))
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:

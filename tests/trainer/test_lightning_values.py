@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -180,16 +181,16 @@ def test_a_key_of_training_and_validation_has_the_value_of_the_validation_at_the
 
 
 class LogsItsMean(pl.Callback):
-    """Of the losses of this process's parts."""
+    """Of the samples of this process."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.losses: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(outputs["loss"])
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means.append(batch[0].mean())
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        module.log("mean", torch.stack(self.losses).mean())
+        module.log("mean", torch.stack(self.means).mean())
 
 
 @WORLD
@@ -511,6 +512,35 @@ def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
     assert by_rank(clock.validated) == [clock.validated] * 2 and len(clock.validated) >= 3
     for before, after in itertools.pairwise([0, *clock.validated]):
         assert after - before in (3, 4)  # by the faster clock, 1.4 s a step, or a step later
+
+
+class DecidesByLosses(pl.Callback):
+    """As many do: it sums losses, keeps the best ones by what is logged, and stops once they are small."""
+
+    def __init__(self) -> None:
+        self.sum, self.best, self.kept = 0.0, math.inf, list[float]()
+
+    def _logged(self, trainer: Any) -> float:
+        return float(trainer.callback_metrics["loss"])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sum += outputs["loss"].item()
+        if self._logged(trainer) < self.best:
+            self.best = self._logged(trainer)
+            self.kept.append(self.best)
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "best.ckpt")
+        if outputs["loss"] < 0.6:
+            trainer.should_stop = True
+
+
+@WORLD.as_on_one()
+def test_a_hook_that_decides_by_losses_gets_those_of_whole_batches(strategy: str) -> Any:
+    """Hooks get the losses of whole batches."""
+    # It got those of its part: ranks saved at other steps, and stopped at one that the speed of a message chose.
+    callback = DecidesByLosses()
+    results = fit(strategy, Net(), loader(29, 8, shuffle=True), max_epochs=9, callbacks=[callback])
+    assert 4 < results["global_step"] < 36 and len(callback.kept) > 2
+    return results, callback.sum, callback.kept
 
 
 class ChangesItsMind(Net):
