@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
@@ -24,6 +25,11 @@ _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
+_MEASURES = {
+    *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
+    *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
+}
+_OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
 _EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
@@ -38,8 +44,8 @@ class Collected:
     """What a module or callbacks collect in a pass over the batches.
 
     That is a list to which each step appends, an array that grows or is written in place, or a number that changes: an
-    attribute, or a variable that their functions name. Numbers with a fraction count in modules only, as callbacks
-    measure times.
+    attribute, or a variable that their functions name. A callback that measures times, or memory, may have other
+    numbers with a fraction on each rank.
     """
 
     def __init__(self) -> None:
@@ -49,6 +55,8 @@ class Collected:
         self._exchanges: tuple[int, int] | None = None  # at the end, until the first look at what came after
         self._begin = 0.0
         self._warned: set[str] = set()
+        self._samples = self._batches = 0  # of this rank's parts
+        self._counts: dict[str, float] = {}
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
@@ -58,6 +66,22 @@ class Collected:
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
                     self._before[name] = _mark(held)
+        self._samples = self._batches = 0
+        self._counts = dict(self._numbers())
+
+    def note(self, samples: int) -> None:
+        """Note that a batch begins, of which this rank has so many samples."""
+        self._samples, self._batches = self._samples + samples, self._batches + 1
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        buffers = [
+            each.named_buffers(type(each).__name__) for each in self._owners if isinstance(each, torch.nn.Module)
+        ]
+        with suppress(Exception):
+            for name, held in itertools.chain(_held_by(self._owners), *buffers):
+                with suppress(Exception):
+                    if isinstance(held, int | float) or _size(held) == 1:
+                        yield name, float(held)
 
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
@@ -65,9 +89,14 @@ class Collected:
         with suppress(Exception):
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
-                    new = None if name in self._warned else _new_in(held, self._before.get(name))
+                    new = None if _whole(name) in self._warned else _new_in(held, self._before.get(name))
                     if new is not None and not _is_moment(new, seconds):
                         self._new[name] = checksum_of(new)
+        if self._samples != self._batches:  # otherwise batches may be counted
+            for name, number in self._numbers():
+                grown = number - self._counts.get(name, 0.0)
+                if grown and self._samples in (number, grown) and _whole(name) not in self._warned:
+                    self._new[name] = _OF_PART
         self._exchanges = exchanges_by_now()
 
     def checksums(self, is_logged: bool = False) -> dict[str, int]:
@@ -85,17 +114,28 @@ class Collected:
     def warn(self, of_ranks: Sequence[Mapping[str, int]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`checksums`."""
         first, *others = of_ranks
-        names = [name for name in first if any(other.get(name) not in (None, first[name]) for other in others)]
-        self._warned.update(names)
+        differ = {name for name in first for other in others if other.get(name) not in (None, first[name])}
+        names = [name for name, checksum in first.items() if name in differ or checksum == _OF_PART]
+        wholes = Counter(map(_whole, names))
+        self._warned.update(wholes)
         if names and rank == 0:
-            warn(_WARNING.format(names=", ".join(names)))
+            shown = dict.fromkeys(name if wholes[_whole(name)] == 1 else _whole(name) for name in names)
+            warn(_WARNING.format(names=", ".join(shown)))
+
+
+def _whole(name: str) -> str:
+    """Return the name of the list or dict that has the entry of this name."""
+    return name.partition("[")[0]
 
 
 def _mark(held: Any) -> Any:
     """Return what tells later whether this has changed, without keeping it."""
     if is_array(held):
         return weakref.ref(held), _length(held), checksum_of(held) if _size(held) <= _LARGEST else 0
-    return len(held) if isinstance(held, list) else held
+    if not isinstance(held, list | deque):
+        return held
+    is_short = len(held) <= _ENTRIES and all(type(each) in (int, float) for each in held)
+    return [*held] if is_short else len(held)
 
 
 def _new_in(held: Any, before: Any) -> Any:
@@ -103,6 +143,10 @@ def _new_in(held: Any, before: Any) -> Any:
     if isinstance(held, int | float):
         return held if held != before else None
     known, length, checksum = before if isinstance(before, tuple) else (lambda: None, before or 0, 0)
+    if isinstance(before, list):
+        if len(held) == len(before) and [*held] != before:
+            return [*held]
+        length = len(before)
     if _length(held) - length >= _LEAST:
         return held[-1]  # the first may be of a comparison of the first batch, which all ranks compute whole
     is_written = held is known() and _size(held) <= _LARGEST and checksum_of(held) != checksum
@@ -110,7 +154,7 @@ def _new_in(held: Any, before: Any) -> Any:
 
 
 def _length(held: Any) -> int:
-    return len(held) if isinstance(held, list) or held.ndim else 0
+    return len(held) if isinstance(held, list | deque) or held.ndim else 0
 
 
 def _size(array: Any) -> int:
@@ -126,7 +170,9 @@ def _is_moment(value: Any, seconds: float) -> bool:
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield what these objects, and objects of the user's that they have or name, may collect in, with names."""
     for owner in owners:
-        kinds = (list, int, float) if isinstance(owner, torch.nn.Module) else (list, int)
+        measures = any(_MEASURES.intersection(each.__code__.co_names) for each in functions_of(owner))
+        may_differ = measures and not isinstance(owner, torch.nn.Module)
+        kinds = (list, deque, int) if may_differ else (list, deque, int, float)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
             if is_own(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):

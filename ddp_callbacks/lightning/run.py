@@ -147,6 +147,7 @@ class Run:
         training = self._trainer.training
         loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
+        self._collected.note(self.batches.share.local)
         if training:
             self._trained += self.batches.share.local
             joins_steps = self._local is None or self._local.is_last_step

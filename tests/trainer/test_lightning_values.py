@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,7 @@ class Accumulates(Net):
         super().__init__()
         self.baseline, self.rows, self.memory, self.meter = 0.0, 0, torch.zeros(3), Meter()
         self.losses: list[list[float]] = [[], []]
+        self.seen, self.recent, self.confusion = 0, deque[float]([0.0], 1), [[0, 0], [0, 0]]
         self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
         self.table = np.full(1, None)
         self.table[0] = Silent()
@@ -288,6 +290,9 @@ class Accumulates(Net):
         self.memory[batch_idx % 3] = loss.detach()
         self.meter.sum += loss.item()
         self.losses[1].append(loss.item())
+        self.seen += len(batch[0])  # on each process as many
+        self.recent.append(loss.item())
+        self.confusion[batch_idx % 2][1] += int(loss.item() * 1e6)
         SEEN.append(loss.item())
         self.silent.append(Silent())  # cannot be compared
         # The same on all processes, replaced in each step, or a time:
@@ -295,15 +300,33 @@ class Accumulates(Net):
         return loss
 
 
+class SumsItsPart(pl.Callback):
+    total = 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.total += float(batch[0].sum())
+
+
+class MeasuresTimes(pl.Callback):
+    total, begin = 0.0, 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.total += time.perf_counter() - self.begin
+
+
 @WORLD
 def accumulating() -> Any:
-    return warned(lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True)), "collects")
+    callbacks = [SumsItsPart(), MeasuresTimes()]
+    return warned(lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True), callbacks=callbacks), "collects")
 
 
-def test_what_a_module_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
+def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
     (text,) = WORLD.returned(accumulating)[0]
-    names = "baseline", "rows", "memory", "meter.sum", "losses[1]"
-    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN"])
+    names = "baseline", "rows", "memory", "meter.sum", "losses[1]", "seen", "recent", "confusion"
+    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", "SumsItsPart.total"])
     assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")
 
 
