@@ -11,8 +11,8 @@ import torch
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
+from ddp_callbacks.replacement import Replacements
 
 
 class LocalSteps:

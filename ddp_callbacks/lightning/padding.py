@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.data.nested import without_rows
-from ddp_callbacks.lightning.replacement import Replacements
+from ddp_callbacks.replacement import Replacements
 
 _STEPS = ("validation_step", "test_step")
 _HOOKS = tuple(f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end"))

@@ -33,8 +33,8 @@ from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.replacement import Replacements
 
 _Callbacks: Any = object  # stands for either package's class, which follows in the MRO
 

@@ -29,12 +29,12 @@ from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
 

@@ -34,7 +34,6 @@ from ddp_callbacks.lightning.keep_going import RecoveringLauncher
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
@@ -52,6 +51,7 @@ from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.randomness.option import Randomness
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.reporting.recorder import end_training

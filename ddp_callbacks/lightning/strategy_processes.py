@@ -20,13 +20,13 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError, is_called_by
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.cluster_environment import environment_of_job, join
-from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.default_group import is_as_one_process
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.process_group.spawn import require_forkable
 from ddp_callbacks.randomness.option import Randomness, check_randomness
+from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.versions import __version__
 
 # Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".

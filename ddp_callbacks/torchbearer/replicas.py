@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.replicas import parameters as replicas
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.equality import OnDivergence
@@ -71,7 +71,7 @@ class BroadcastParameters(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        state[SELF].load_state_dict = self._noting_checkpoint(state[SELF].load_state_dict)
+        Replaced(state[SELF], "load_state_dict", self._load_noting)
 
     def on_start(self, state: State) -> None:
         begin_run(self.process_group)
@@ -118,16 +118,13 @@ class BroadcastParameters(DistributedCallback):
                 report_failure(exception)
             raise
 
-    def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def noting(state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
-            loaded = method(state_dict, resume, **kwargs)
-            self._random_state = state_dict.get(RANDOM_STATE) if resume else None
-            state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
-            self._loaded = replicas.describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
-            return loaded
-
-        return noting
+    def _load_noting(self, load: Callable[..., Any], state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
+        """Load a checkpoint into the Trial, and note what was loaded."""
+        loaded = load(state_dict, resume, **kwargs)
+        self._random_state = state_dict.get(RANDOM_STATE) if resume else None
+        state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
+        self._loaded = replicas.describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
+        return loaded
 
     def _follow_resumed(self, history: list[dict[str, Any]]) -> bool:
         """Raise if ranks resume differently. If only rank 0 has resumed, the others follow it; return whether they do.

@@ -36,13 +36,13 @@ from ddp_callbacks.lightning.fabric.loop_draws import LoopDraws
 from ddp_callbacks.lightning.fabric.loss_batches import Batches, Draw, Pass, storages_of
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.lightning.strategy_processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, metrics_of_program, remember_padding
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.randomness.option import Randomness
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.replicas.parameters import describe_checkpoint, require_same_checkpoint
 
 
