@@ -105,7 +105,6 @@ class ShardData(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         callbacks = state[torchbearer.CALLBACK_LIST]
-        self.random_state = RunRandomState(self.process_group)
         for name in ("on_sample", "on_sample_validation"):
             Replaced(callbacks, name, self._begin_batch)
         if self._may_be_several:

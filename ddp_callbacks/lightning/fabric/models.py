@@ -79,8 +79,7 @@ class Models:
         if not self._has_trained:
             return
         for model in self._models:
-            if next(model.parts.buffers(), None) is not None:
-                merge_buffers(model.parts, self._samples)
+            merge_buffers(model.parts, self._samples)
         self._has_trained, self._samples = False, 0
 
     def close(self) -> None:
