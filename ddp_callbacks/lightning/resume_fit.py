@@ -180,12 +180,8 @@ class Fit:
     def _require_same(self, about: dict[str, str]) -> None:
         """Raise unless ``about`` equals the file's, as far as the file has these names."""
         assert self._saved is not None
-        known = self._saved.about
-        require_same(
-            {name: known[name] for name in about if name in known},
-            {name: value for name, value in about.items() if name in known},
-            self._savers.path,
-        )
+        known = {name: self._saved.about.get(name, value) for name, value in about.items()}
+        require_same(known, about, self._savers.path)
 
     def _run(self, run: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop

@@ -117,12 +117,9 @@ class AllReduceGradients(WeighsLoss):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
+        self._options: dict[str, Any] = vars(EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress))
         check_verify(verify, "every_step")
         check_skip(skip_batch, "every_step")
-        self._make: Callable[[torch.nn.Module], GradientSynchronizer] = functools.partial(
-            GradientSynchronizer, **vars(options), process_group=process_group
-        )
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
@@ -154,7 +151,7 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = self._make(held_by(state))
+            self._synchronizer = GradientSynchronizer(held_by(state), **self._options, process_group=self.process_group)
             state[STEP_TIMES] = self._synchronizer.times
         self._skipped = 0
 
