@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
-from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.agreement import VERSIONS, module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.data.bad_batches import SkipBatch, check_skip_batch
@@ -39,7 +39,6 @@ from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
 from ddp_callbacks.lightning.strategy_processes import (
     SAME_EVERYWHERE,
-    VERSIONS,
     ProcessesMixin,
     reduce,
     refuse_plugin,

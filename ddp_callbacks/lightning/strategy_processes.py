@@ -27,12 +27,9 @@ from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.process_group.spawn import require_forkable
 from ddp_callbacks.randomness.option import Randomness, check_randomness
 from ddp_callbacks.replacement import Replaced
-from ddp_callbacks.versions import __version__
 
 # Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".
 NAMES = ("ddp_callbacks", "callbacks")
-
-VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
 
 SAME_EVERYWHERE = (
     "Run the same script with the same arguments and libraries everywhere; if it draws settings, as a search does, "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
@@ -15,7 +14,7 @@ from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.agreement import VERSIONS, module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
@@ -37,7 +36,6 @@ from ddp_callbacks.torchbearer.state import (
     held_by,
     share_of,
 )
-from ddp_callbacks.versions import __version__
 
 _MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles one of these events, and may stop there
     "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
@@ -96,9 +94,8 @@ class BroadcastParameters(DistributedCallback):
     def _settings(self, state: State) -> dict[str, str]:
         settings = {
             "version of Python": "{}.{}".format(*sys.version_info),
-            "version of torch": torch.__version__,
+            **VERSIONS,
             "version of torchbearer": torchbearer.__version__,
-            "version of ddp_callbacks": __version__,
             "what is called": self._called,
             "epochs trained so far": str(len(state[HISTORY])),
         }
