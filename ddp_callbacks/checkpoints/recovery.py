@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -66,12 +66,13 @@ class Recovery:
 
     Attributes:
         is_inside: Whether a call is running, of this object or of another one.
+        copy: The copy of the current call that this rank has; ``None``: it has none.
     """
 
     is_inside: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._file: io.BytesIO | None = None  # the copy, if the current call has one
+        self.copy: io.BytesIO | None = None
         self._number = 0  # of the copies that this call has made
         self._at_start: dict[str, dict[str, Any]] = {}
 
@@ -83,7 +84,9 @@ class Recovery:
         if Recovery.is_inside:
             return method()
         random_state = get_global_state()
-        with self._one_call():
+        Recovery.is_inside = True
+        note_call()
+        try:
             while True:
                 try:
                     result = method()
@@ -98,24 +101,12 @@ class Recovery:
                     host.begin_again()
                     host.follow()
                     set_global_state(random_state)
-
-    @contextlib.contextmanager
-    def _one_call(self) -> Iterator[None]:
-        Recovery.is_inside = True
-        note_call()
-        try:
-            yield
         finally:
             self._forget()
             Recovery.is_inside = False
 
     def _forget(self) -> None:
-        self._file, self._number, self._at_start = None, 0, {}
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether this rank has a copy of the current call."""
-        return self._file is not None
+        self.copy, self._number, self._at_start = None, 0, {}
 
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
         """Return the attributes of objects as they were when this call first noted them, if it has. Local.
@@ -137,8 +128,8 @@ class Recovery:
         if not newest:
             return None
         source = numbers.index(newest)
-        file = broadcast_file(self._file if get_rank() == source else None, _COPY, source=source)
-        self._file, self._number = file, newest
+        file = broadcast_file(self.copy if get_rank() == source else None, _COPY, source=source)
+        self.copy, self._number = file, newest
         return Saved(load_whole(file, _COPY, weights_only=False), weights_only=False)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
@@ -149,7 +140,7 @@ class Recovery:
         """
         mine = pack_own(own), get_rank() == 0 and have_members_changed()  # others may hear of it a little later
         ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
-        self._file, self._number = make_file(shared, ranks, about), self._number + 1
+        self.copy, self._number = make_file(shared, ranks, about), self._number + 1
         if any(changed):
             raise MembersChanged("the launcher has other members")
 

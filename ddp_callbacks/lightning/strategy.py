@@ -172,7 +172,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Log to these places, which rank 0 had. Local."""
         self.places = places
         loggers.follow(self._trainer.loggers, places)
-        if self.recovery is not None and not self.recovery.has_copy:  # which knows later places
+        if self.recovery is not None and self.recovery.copy is None:  # which knows later places
             loggers.go_on(self._trainer.loggers, places)
             loggers.cut_back(self._trainer.loggers, places)
 
