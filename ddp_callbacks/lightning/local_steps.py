@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,14 +60,10 @@ class LocalSteps:
     @contextmanager
     def backward(self, batches: Batches) -> Iterator[None]:
         """Discard the gradients of a backward inside, if the batch has weight 0, as a padding batch has."""
-        if batches.weight:
+        with ExitStack() as stack:
+            if not batches.weight:
+                stack.callback(set_gradients_aside(self._module))
             yield
-            return
-        put_back = set_gradients_aside(self._module)
-        try:
-            yield
-        finally:
-            put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current window. Local."""

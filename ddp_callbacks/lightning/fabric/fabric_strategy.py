@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -171,14 +171,11 @@ class CallbackFabricMixin(ProcessesMixin):
         The next backward outside synchronizes them. If they are open for some models only, the gradients are
         synchronized nevertheless, with the same result.
         """
-        if not enabled:
+        with ExitStack() as stack:
+            if enabled:
+                self._blocked.append(id(module))
+                stack.callback(self._blocked.remove, id(module))
             yield
-            return
-        self._blocked.append(id(module))
-        try:
-            yield
-        finally:
-            self._blocked.remove(id(module))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Like Fabric's, but LBFGS, which decides by the loss, gets that of the whole batch."""
