@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -66,12 +66,13 @@ class Recovery:
 
     Attributes:
         is_inside: Whether a call is running, of this object or of another one.
+        copy: The copy of the current call that this rank has; ``None``: it has none.
     """
 
     is_inside: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._file: io.BytesIO | None = None  # the copy, if the current call has one
+        self.copy: io.BytesIO | None = None
         self._number = 0  # of the copies that this call has made
         self._at_start: dict[str, dict[str, Any]] = {}
 
@@ -83,7 +84,9 @@ class Recovery:
         if Recovery.is_inside:
             return method()
         random_state = get_global_state()
-        with self._one_call():
+        Recovery.is_inside = True
+        note_call()
+        try:
             while True:
                 try:
                     result = method()
@@ -98,24 +101,12 @@ class Recovery:
                     host.begin_again()
                     host.follow()
                     set_global_state(random_state)
-
-    @contextlib.contextmanager
-    def _one_call(self) -> Iterator[None]:
-        Recovery.is_inside = True
-        note_call()
-        try:
-            yield
         finally:
             self._forget()
             Recovery.is_inside = False
 
     def _forget(self) -> None:
-        self._file, self._number, self._at_start = None, 0, {}
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether this rank has a copy of the current call."""
-        return self._file is not None
+        self.copy, self._number, self._at_start = None, 0, {}
 
     def at_start(self, attributes: Mapping[str, Mapping[str, Any]], device: torch.device | str) -> dict[str, Any]:
         """Return the attributes of objects as they were when this call first noted them, if it has. Local.
@@ -137,8 +128,8 @@ class Recovery:
         if not newest:
             return None
         source = numbers.index(newest)
-        file = broadcast_file(self._file if get_rank() == source else None, _COPY, source=source)
-        self._file, self._number = file, newest
+        file = broadcast_file(self.copy if get_rank() == source else None, _COPY, source=source)
+        self.copy, self._number = file, newest
         return Saved(load_whole(file, _COPY, weights_only=False), weights_only=False)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
@@ -149,47 +140,9 @@ class Recovery:
         """
         mine = pack_own(own), get_rank() == 0 and have_members_changed()  # others may hear of it a little later
         ranks, changed = zip(*all_gather_object(mine, _COPY), strict=True)
-        self._file, self._number = make_file(shared, ranks, about), self._number + 1
+        self.copy, self._number = make_file(shared, ranks, about), self._number + 1
         if any(changed):
             raise MembersChanged("the launcher has other members")
-
-
-class RecoverableRun:
-    """The copies of one run. Each method is a collective; see :class:`.resume.ResumableRun` for their use."""
-
-    path = _COPY
-    holds_gradients = False  # that wait for the next batch's: a part of them is lost with a process
-
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-        self._interval = Interval(timedelta(seconds=_SECONDS))
-
-    def opened(self) -> AbstractContextManager[None]:
-        """Do nothing: nobody else writes the copies."""
-        return contextlib.nullcontext()
-
-    def read(self) -> Saved | None:
-        """Return the newest copy of this call; ``None`` if there is none."""
-        return self._recovery.read()
-
-    def save_at_begin(self, take: TakeContent) -> None:
-        """Make the first copy, before the run changes anything."""
-        self._copy(take)
-
-    def save_if_due(self, take: TakeContent, **is_at: bool) -> None:
-        """Make a copy if it is due."""
-        if self._interval.is_due(False, False):
-            self._copy(take)
-
-    def stop_in_validation(self) -> None:
-        """Do nothing: a validation is repeated as a whole."""
-
-    def _copy(self, take: TakeContent) -> None:
-        begin = time.monotonic()
-        with take() as content:
-            self._recovery.write(*content)
-        seconds = max(_SECONDS, _SHARE * (time.monotonic() - begin))
-        self._interval = Interval(timedelta(seconds=seconds))
 
 
 class Savers:
@@ -207,45 +160,52 @@ class Savers:
     def __init__(
         self, recovery: Recovery | None, options: ResumeOptions | None, group: dist.ProcessGroup | None = None
     ) -> None:
-        copies = [] if recovery is None else [RecoverableRun(recovery)]
-        files = [] if options is None else [ResumableRun(options, group)]
-        self._all: list[RecoverableRun | ResumableRun] = [*copies, *files]
-        self.path = self._all[-1].path
+        self._recovery = recovery
+        self._file = None if options is None else ResumableRun(options, group)
+        self._interval = Interval(timedelta(seconds=_SECONDS))  # between two copies
+        self.path = _COPY if self._file is None else self._file.file.path
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> AbstractContextManager[None]:
         """Keep other jobs from writing the file, and listen for requests to stop, inside."""
-        with contextlib.ExitStack() as stack:
-            for each in self._all:
-                stack.enter_context(each.opened())
-            yield
+        return contextlib.nullcontext() if self._file is None else self._file.opened()
 
     def read(self) -> Saved | None:
         """Return what the run continues from; ``None`` if it begins at its start."""
-        for each in self._all:
-            if (saved := each.read()) is not None:
-                self.path = each.path
-                return saved
-        if is_call_of_new_processes() and get_rank() == 0:
+        saved = None if self._recovery is None else self._recovery.read()
+        if saved is not None:
+            self.path = _COPY
+        elif self._file is not None:
+            saved = self._file.file.read()
+        if saved is None and is_call_of_new_processes() and get_rank() == 0:
             say("all processes that knew the state of the run are lost: it begins again", logging.WARNING)
-        return None
+        return saved
 
     def save_at_begin(self, take: TakeContent) -> None:
-        """Save a run that begins at its start, if that is due."""
-        for each in self._all:
-            each.save_at_begin(take)
+        """Make the first copy of a run that begins at its start. Without a file, it begins there again."""
+        if self._recovery is not None:
+            self._copy(self._recovery, take)
 
     def save_if_due(self, take: TakeContent, accumulates: bool = False, **is_at: bool) -> None:
         """Save if it is due. Raise ``Preempted`` if the ranks are asked to stop.
 
         Args:
-            accumulates: Whether gradients wait for those of the next batch.
+            accumulates: Whether gradients wait for those of the next batch. Copies lack them: a part of them is lost
+                with a process.
+            is_at: See :meth:`.resume.ResumableRun.save_if_due`.
         """
-        for each in self._all:
-            if each.holds_gradients or not accumulates:
-                each.save_if_due(take, **is_at)
+        if self._recovery is not None and not accumulates and self._interval.is_due(False, False):
+            self._copy(self._recovery, take)
+        if self._file is not None:
+            self._file.save_if_due(take, **is_at)
 
     def stop_in_validation(self) -> None:
-        """Raise ``Preempted`` if the ranks are asked to stop."""
-        for each in self._all:
-            each.stop_in_validation()
+        """Raise ``Preempted`` if the ranks are asked to stop. No copy is due: a validation is repeated as a whole."""
+        if self._file is not None:
+            self._file.stop_in_validation()
+
+    def _copy(self, recovery: Recovery, take: TakeContent) -> None:
+        begin = time.monotonic()
+        with take() as content:
+            recovery.write(*content)
+        seconds = max(_SECONDS, _SHARE * (time.monotonic() - begin))
+        self._interval = Interval(timedelta(seconds=seconds))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.file import CheckpointFile
-from ddp_callbacks.checkpoints.format import LocalStates, Saved, Shared
+from ddp_callbacks.checkpoints.format import LocalStates, Shared
 from ddp_callbacks.comm.collectives import broadcast_object
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import ParameterAverager
@@ -165,8 +165,6 @@ class ResumableRun:
         file: The file, open inside :meth:`opened`.
     """
 
-    holds_gradients = True  # that wait for the next batch's
-
     def __init__(self, options: ResumeOptions, group: dist.ProcessGroup | None = None) -> None:
         self.file = CheckpointFile(
             options.path, async_save=options.async_save, weights_only=options.weights_only, process_group=group
@@ -176,23 +174,11 @@ class ResumableRun:
         self._before_validation: io.BytesIO | None = None
         self._is_further = False  # than the run that it resumes
 
-    @property
-    def path(self) -> str:
-        """The path of the file."""
-        return self.file.path
-
-    def read(self) -> Saved | None:
-        """Return the content of the file; ``None`` if there is none."""
-        return self.file.read()
-
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Keep other jobs from writing the file, and listen for requests to stop, inside."""
         with self.file, self._preemption:
             yield
-
-    def save_at_begin(self, take: Callable[[], AbstractContextManager[Content]]) -> None:
-        """Do nothing: without a file, a run begins at its start."""
 
     def save_if_due(
         self,

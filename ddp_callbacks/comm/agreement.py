@@ -13,6 +13,10 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.differences import describe, require_equal
 from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.versions import __version__
+
+VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
+"""Settings to compare: the versions of what computes on all ranks."""
 
 
 def require_agreement(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
@@ -19,8 +17,8 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, say
-from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.process_group.presence import describe
 
 SkipBatch = Literal["no_loss", "non_finite", "any"]
 
@@ -131,9 +129,7 @@ class BadBatches:
         self._skipped = 0
 
     def _describe(self, rank: int) -> str:
-        if get_world_size(self._group) == 1:
-            return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        return describe_rank(resolve_group(self._group), rank)
+        return describe(rank if self._group is None else dist.get_global_rank(self._group, rank))
 
     def _say(self, text: str) -> None:
         if get_rank(self._group) == 0:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
@@ -20,7 +21,6 @@ from ddp_callbacks._torch import (
     override,
 )
 from ddp_callbacks.data.global_state import (
-    copied_generator,
     get_global_state,
     is_same_state,
     set_generators,
@@ -85,7 +85,9 @@ class BeforeLoading(DividedLoader):
         return self._draw(self._begun, self._order, self.indices)
 
     def _draw(self, begun: Pass, order: Order, indices: list[list[Any]]) -> Iterator[Any]:
-        self._check_data()
+        if not self._is_checked:
+            self._is_checked = True
+            require_same_data(self.loader.dataset, name_of(self.loader), self.group)
         is_dealt = self.divider.deals and self.loader.batch_sampler is not None
         for number, step in enumerate(begun.draw(iter(order)), begun.used + 1):
             if is_dealt:
@@ -126,7 +128,8 @@ class BeforeLoading(DividedLoader):
         self._order, self.indices = Order(self.sampler, self, start), []
         self._begun = Pass(self, self._order, limit, start)
         # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
-        self.loader.generator = copied_generator() if has_persistent_workers(self._original) else self._generator
+        keeps_workers = has_persistent_workers(self._original)
+        self.loader.generator = torch.default_generator.clone_state() if keeps_workers else self._generator
         with spared_workers(self.loader):
             batches = iter(self.loader)
         note_workers(self._original, has_persistent_workers(self.loader))
@@ -137,12 +140,6 @@ class BeforeLoading(DividedLoader):
 
     def size_of(self, drawn: Any) -> int:
         return len(drawn) if self.has_batches else 1
-
-    def _check_data(self) -> None:
-        """Raise unless the ranks' data sets are equal, as far as that is quick to compare. Checks once per loader."""
-        if not self._is_checked:
-            self._is_checked = True
-            require_same_data(self.loader.dataset, name_of(self.loader), self.group)
 
     def compared(self, first: list[Any]) -> WholeBatch | None:
         if self.loader.batch_sampler is None:

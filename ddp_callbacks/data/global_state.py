@@ -64,13 +64,6 @@ def checksums_of(state: State) -> list[int]:
     return [checksum_of([torchs, cuda]), zlib.crc32(marshal.dumps([python, numpys], _MARSHAL))]
 
 
-def copied_generator() -> torch.Generator:
-    """Return a generator that draws what torch's global one would draw next."""
-    copied = torch.Generator()
-    copied.set_state(torch.get_rng_state())
-    return copied
-
-
 def seed_global(seed: int) -> None:
     """Seed all global generators with 63 bits."""
     seed_cpu(seed)

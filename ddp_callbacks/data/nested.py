@@ -76,14 +76,12 @@ def undividable(name: str, why: str) -> ConfigurationError:
 
 
 def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type with ``items``. User classes such as ``BatchEncoding`` work, too."""
+    """Return a mapping like this one with ``items`` for its keys. User classes such as ``BatchEncoding`` work, too."""
     if type(mapping) is dict:
         return items
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(items)
     copied = copy.copy(mapping)
-    for key in [key for key in mapping if key not in items]:
-        del copied[key]
     for key, item in items.items():
         copied[key] = item
     return copied

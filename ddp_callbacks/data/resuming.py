@@ -16,11 +16,9 @@ from torch.utils.data import IterableDataset
 from ddp_callbacks._torch import has_persistent_workers, note_workers
 from ddp_callbacks.data.global_state import (
     get_global_state,
-    get_state_of,
     own_generators,
     set_generators,
     set_global_state,
-    set_state_of,
     states_of_generators,
 )
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Start
@@ -83,7 +81,7 @@ class Resumable(ShardedLoader):
             "generators": states_of_generators(self._source.sources),
             "attributes": now,
             "has_workers": is_data_loader(self.loader) and has_persistent_workers(self.loader),
-            "data": [get_state_of(generator) for generator in self._generators_of_data()],
+            "data": states_of_generators(self._generators_of_data()),
             "pass": position and {**position, "attributes": within},
             "last": last and {**last, "attributes": before},
         }
@@ -110,8 +108,7 @@ class Resumable(ShardedLoader):
         set_generators(self._source.sources, state["generators"])
         self.attributes.load(state.get("attributes", {}))
         if (state["rank"], state["world_size"]) == (self._source.divider.rank, self._source.divider.world_size):
-            for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
-                set_state_of(generator, saved)
+            set_generators(self._generators_of_data(), state["data"])
 
     def start_afresh(self) -> None:
         """Forget the position that :meth:`load_state_dict` has set: the next pass begins at the first batch. Local."""

@@ -19,17 +19,14 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddp_callbacks.data.global_state import (
-    GLOBAL,
     State,
     digest_of,
     generator_types,
     get_global_state,
-    get_state_of,
     is_same_state,
     seed_cpu,
     seed_generator,
     set_global_state,
-    set_state_of,
 )
 from ddp_callbacks.errors import warn
 
@@ -201,25 +198,25 @@ class Loading:
             if self.draws is not False:
                 indices.seed(place, self._own)
             looks = is_unknown and place < _LOOKS
-            seeded = self._states() if looks else []
+            seeded = get_global_state(self._own) if looks else []
             yield index
             if is_unknown and not place:
                 _look_for_more(self._dataset, self._own)
-            has_drawn = has_drawn or (looks and not is_same_state(seeded, self._states()))
+            has_drawn = has_drawn or (looks and not is_same_state(seeded, get_global_state(self._own)))
         if is_unknown:
             self.draws = has_drawn
             if not has_drawn:
-                self._restore(before)
+                set_global_state(before, self._own)
 
     def load_again(self) -> Any:
         """Return the samples of the batch under their seeds; ``None`` if it had these, or draws nothing."""
         if self.draws is not False or self._before is None:
             return None
-        if is_same_state(self._before, self._states()):
+        if is_same_state(self._before, get_global_state(self._own)):
             self._before = None
             return None
         self.draws = True
-        self._restore(self._before)
+        set_global_state(self._before, self._own)
         load_all: Any = getattr(self._dataset, "__getitems__", None)
         dataset: Any = self._dataset
         return load_all(self._indices) if load_all else [dataset[index] for index in self._indices or ()]
@@ -234,19 +231,11 @@ class Loading:
         """Draw on from the state before, if samples were loaded since."""
         before, self._before = self._before, None
         if before is not None:
-            self._restore(before)
+            set_global_state(before, self._own)
 
     def _begin(self) -> State:
         """Keep the states from before, and return them."""
         if self._before is None:
             self._own = generators_of(self._dataset)
-            self._before = self._states()
+            self._before = get_global_state(self._own)
         return self._before
-
-    def _states(self) -> State:
-        return [*get_global_state(), *map(get_state_of, self._own)]
-
-    def _restore(self, before: State) -> None:
-        set_global_state(before)
-        for generator, state in zip(self._own, before[GLOBAL:], strict=True):
-            set_state_of(generator, state)

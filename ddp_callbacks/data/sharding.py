@@ -252,7 +252,7 @@ class _WithShares:
                 self._draws.accept(broadcast_object(states_of(default_generators()), "the random state", None))
             share = batches.take_share() if isinstance(batches, ShardedIterator) else None
             before = [] if self._draws is None else states_of(default_generators())
-            yield batch, share or _share_of_own(batch)
+            yield batch, share or share_of_own(batch)
             if self._draws is not None:
                 self._draws.note_outside(before)
                 begin = states_of(default_generators())
@@ -276,8 +276,8 @@ def with_shares(loader: Iterable[Any], draws: WholeDraws | None = None) -> Itera
     return _WithShares(loader, draws)
 
 
-def _share_of_own(batch: Any) -> Share:
-    """The share of an undivided batch: the whole batch of a single process, or the part of a ``DistributedSampler``."""
+def share_of_own(batch: Any) -> Share:
+    """Return the share of an undivided batch: all of a single process's, or the part of a ``DistributedSampler``."""
     size = common_size(batch)
     local = 1 if size is None else size
     return Share(local, local, Rows(0, local, local)) if get_world_size() == 1 else Share(local, None)

@@ -7,11 +7,10 @@ its batch and writes a checkpoint. Until then its workers must load; torch would
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -34,30 +33,22 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         for number in _SIGNALS:
-            signal.signal(number, _leave_unheard)
+            signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self.init is not None:
             self.init(worker)
 
 
-def _leave_unheard(number: int, frame: object) -> None:
-    pass
-
-
 def keep_workers(loader: DataLoader[Any]) -> None:
     """Let the workers of ``loader``, which this changes, outlive signals to the whole job."""
     if loader.num_workers:
-        _end_workers_at_exit()
+        atexit.unregister(_kill_daemons)  # once is enough
+        atexit.register(_kill_daemons)
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
 
 
-@functools.cache
-def _end_workers_at_exit() -> None:
-    """Kill workers at exit: ``multiprocessing`` would send SIGTERM, which they survive, and wait for them."""
-    atexit.register(_kill_daemons)
-
-
 def _kill_daemons() -> None:
+    """Kill workers at exit: ``multiprocessing`` would send SIGTERM, which they survive, and wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the killed workers
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -70,13 +61,10 @@ def spared_workers(loader: Any) -> Iterator[None]:
 
     This thread has them blocked, too: it gets signals from inside at the end.
     """
-    if not isinstance(getattr(loader, "worker_init_fn", None), WorkerStart):
+    with ExitStack() as stack:
+        if isinstance(getattr(loader, "worker_init_fn", None), WorkerStart):
+            if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+                resource_tracker.ensure_running()  # otherwise it starts with the first worker, and unblocks SIGTERM
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         yield
-        return
-    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
-        resource_tracker.ensure_running()  # otherwise it starts with the first worker, and unblocks SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

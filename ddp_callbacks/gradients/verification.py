@@ -195,12 +195,7 @@ def check_first_batch(
     return agrees
 
 
-def check_logged(
-    computation: Computation,
-    load: Callable[[], FirstBatch],
-    step: str,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
+def check_logged(computation: Computation, load: Callable[[], FirstBatch], step: str) -> None:
     """Warn if the means over the ranks of what a step logs are not those of the whole batch. A collective.
 
     It ends without a warning where :func:`check_first_batch` does. No gradients are computed, unless by the step.
@@ -210,7 +205,8 @@ def check_logged(
         load: See :func:`check_first_batch`.
         step: The name of the step, for the message.
     """
-    group, attempt = process_group, functools.partial(attempt_on_all, process_group, False)
+    group = None  # the default group
+    attempt = functools.partial(attempt_on_all, group, False)
 
     def compute(batch: Any, rows: Rows | None, fraction: float) -> dict[str, float]:
         with ExitStack() as stack:

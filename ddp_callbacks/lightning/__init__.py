@@ -17,7 +17,7 @@ strategy of Fabric; ``strategy_processes`` is common to both. A run of a Trainer
     predict                              each rank computes whole batches in turn: predictions
 
 ``batch_comparison`` computes the first batch as one process. A run puts its methods in Lightning's objects by
-``replacement``, which takes them away at its end.
+:mod:`ddp_callbacks.replacement`, which takes them away at its end.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` each rank keeps its own gradients. The ranks average the parameters every
 few steps and at the moments in ``local_steps``, and meet only then.

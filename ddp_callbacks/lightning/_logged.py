@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_callbacks.lightning._parts import is_accumulating
 from ddp_callbacks.lightning.packages import ROOTS
-from ddp_callbacks.lightning.replacement import Replacements
+from ddp_callbacks.replacement import Replacements
 
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector"

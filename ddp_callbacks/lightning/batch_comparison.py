@@ -19,9 +19,9 @@ from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
 from ddp_callbacks.gradients.verification import Comparisons, check_logged
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
+from ddp_callbacks.replacement import Replacements
 
 _OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 

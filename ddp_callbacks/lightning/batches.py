@@ -16,8 +16,8 @@ from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
-from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
-from ddp_callbacks.data.shares import BatchSize, Share, common_size, loss_weight
+from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader, share_of_own
+from ddp_callbacks.data.shares import BatchSize, Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.cross_entropy import CrossEntropyWeight
@@ -158,10 +158,7 @@ class Batches:
         shares = [share for share in map(_next_share, loaders) if share is not None]
         if shares:
             _require_alike(shares)
-            share = shares[0]
-        else:
-            size = common_size(batch)
-            share = Share(1 if size is None else size, None)
+        share = shares[0] if shares else share_of_own(batch)
         self.share, self.total = share, None
         self.rows = share.rows if all(each.rows == share.rows for each in shares) else None
         self.have_other_rows = self.have_other_rows or self.rows is not share.rows

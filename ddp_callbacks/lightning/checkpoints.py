@@ -12,8 +12,8 @@ from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.replacement import Replacements
 
 Load = Callable[[], dict[str, Any]]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.moments import Agreement, tell_lone_decision
 from ddp_callbacks.process_group.presence import presence
+from ddp_callbacks.replacement import Replacements
 
 Wish: TypeAlias = Literal["requeue", "sigterm", "stop", "validate"]
 """To end by SIGTERM, to requeue the job, to turn ``trainer.should_stop`` on or off, or to validate by time."""

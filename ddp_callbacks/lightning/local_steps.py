@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
+from ddp_callbacks.replacement import Replacements
 
 
 class LocalSteps:
@@ -60,14 +60,10 @@ class LocalSteps:
     @contextmanager
     def backward(self, batches: Batches) -> Iterator[None]:
         """Discard the gradients of a backward inside, if the batch has weight 0, as a padding batch has."""
-        if batches.weight:
+        with ExitStack() as stack:
+            if not batches.weight:
+                stack.callback(set_gradients_aside(self._module))
             yield
-            return
-        put_back = set_gradients_aside(self._module)
-        try:
-            yield
-        finally:
-            put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current window. Local."""

@@ -204,19 +204,17 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         sizes = {"by_size": sorted(self._sizes.by_size), "sizes": self._sizes.seen, "missed": self._missed}
         return {"position": self._position, "samples": self._samples} | sizes
 
-    def load_pass_state(
-        self,
-        position: int,
-        samples: int = 0,
-        by_size: Sequence[str] = (),
-        sizes: Mapping[str, Any] | None = None,
-        missed: Mapping[str, Sequence[float]] | None = None,
-    ) -> None:
-        """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
+    def load_pass_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded.
+
+        Args:
+            state: That of a pass without rows needs only the position.
+        """
+        position, self._samples = state["position"], state.get("samples", 0)
+        self._position, self._first, self._joined = position, position + 1, position
         self._shared = {key: self._dtypes.get(key) for key in self}
-        self._sizes, self._missed = Sizes(by_size, sizes), dict(missed or {})
+        self._sizes, self._missed = Sizes(state.get("by_size", ()), state.get("sizes")), dict(state.get("missed", {}))
         self._rows, self._states, self.is_in_batch = [], {}, False
-        self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
     if joint:
         results.synced = synced
         state = states.mine["pass"] or {"position": batches - 1}
-        results.load_pass_state(**state | ({} if states.is_same_world else {"samples": 0}))
+        results.load_pass_state(state if states.is_same_world else state | {"samples": 0})
 
 
 # --- torchmetrics --------------------------------------------------------------------------------------------------

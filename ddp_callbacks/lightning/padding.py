@@ -6,12 +6,11 @@ without rows instead: hooks at the end may concatenate what they find. In traini
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.data.nested import without_rows
-from ddp_callbacks.lightning.replacement import Replacements
+from ddp_callbacks.replacement import Replacements
 
 _STEPS = ("validation_step", "test_step")
 _HOOKS = tuple(f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end"))
@@ -22,27 +21,21 @@ def skip_batch(trainer: Any) -> Callable[[], None]:
     skipped, module = Replacements(), trainer.lightning_module
     for owner in (module, *trainer.callbacks):
         for name in (*_STEPS, *_HOOKS) if owner is module else _HOOKS:
-            skipped.replace(owner, name, _do_nothing)
+            skipped.replace(owner, name, lambda *_, **__: None)
     return skipped.close
 
 
-def take_rows(trainer: Any, batch: Any, undo: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
-    """Return a batch without rows, and what ends it. After ``undo``, a step that fails gets ``batch``."""
-    replaced, module = Replacements(), trainer.lightning_module
+def take_rows(trainer: Any, padding: Any, undo: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    """Return a batch without rows, and what ends it. After ``undo``, a step that fails gets ``padding``."""
+
+    def call(step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(batch, *args, **kwargs)
+        except Exception:  # many layers refuse a batch without rows
+            undo()
+            return step(padding, *args, **kwargs)
+
+    replaced = Replacements()
     for name in _STEPS:
-        replaced.replace(module, name, functools.partial(_step, batch, undo))
-    return without_rows(batch), replaced.close
-
-
-def _step(
-    padding: Any, undo: Callable[[], None], step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    try:
-        return step(batch, *args, **kwargs)
-    except Exception:  # many layers refuse a batch without rows
-        undo()
-        return step(padding, *args, **kwargs)
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stands for a step or a hook."""
+        replaced.replace(trainer.lightning_module, name, call)
+    return without_rows(padding), replaced.close

@@ -14,10 +14,10 @@ from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.randomness.draws import PREDICTED
+from ddp_callbacks.replacement import Replacements
 
 
 class Predictions:

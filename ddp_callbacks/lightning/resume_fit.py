@@ -33,8 +33,8 @@ from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.replacement import Replacements
 
 _Callbacks: Any = object  # stands for either package's class, which follows in the MRO
 
@@ -180,12 +180,8 @@ class Fit:
     def _require_same(self, about: dict[str, str]) -> None:
         """Raise unless ``about`` equals the file's, as far as the file has these names."""
         assert self._saved is not None
-        known = self._saved.about
-        require_same(
-            {name: known[name] for name in about if name in known},
-            {name: value for name, value in about.items() if name in known},
-            self._savers.path,
-        )
+        known = {name: self._saved.about.get(name, value) for name, value in about.items()}
+        require_same(known, about, self._savers.path)
 
     def _run(self, run: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop

@@ -29,12 +29,12 @@ from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
 
@@ -79,7 +79,7 @@ class Run:
         self.random_state = RunRandomState()
         self.random_state.draws = self._draws
         self.random_state.synchronize()
-        self._undo: Callable[[], None] | None = None  # ends a padding batch
+        self._undo = contextlib.ExitStack()  # ends a padding batch
         self._exit.callback(self.end_batch)
         self._syncs_batch_norm = False
         self.decisions = Decisions(trainer, self._exit)
@@ -113,11 +113,8 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
-        return {
-            "trained": self._trained,
-            "wants_to_stop": "stop" in self.decisions.wishes,
-            "draws": self._draws.state_dict(),
-        }
+        stops = "stop" in self.decisions.wishes
+        return {"trained": self._trained, "wants_to_stop": stops, "draws": self._draws.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -206,14 +203,13 @@ class Run:
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
         self._draws.has_skipped |= not meets
         if not (meets or _logged.results_of(self._trainer).is_first or self.metrics.count_batches):
-            self._undo = skip_batch(self._trainer)
+            self._undo.callback(skip_batch(self._trainer))
             return batch
-        undo, forget = contextlib.ExitStack(), remember_padding(self._model, self.metrics)
-        undo.callback(forget)
+        forget = remember_padding(self._model, self.metrics)
+        self._undo.callback(forget)
         if not meets:
             batch, end = take_rows(self._trainer, batch, forget)
-            undo.callback(end)
-        self._undo = undo.close
+            self._undo.callback(end)
         return batch
 
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
@@ -316,9 +312,7 @@ class Run:
 
     def end_batch(self) -> None:
         """End a padding batch: remove its traces in metrics and running statistics, and give hooks back."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._undo.close()
 
     def _joined(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that returns the loss of the whole batch."""
@@ -353,8 +347,7 @@ class Run:
         of_callbacks = (value for callback in self._trainer.callbacks for value in vars(callback).values())
         averages = [value for value in of_callbacks if isinstance(value, AveragedModel)]
         for model in (self._held, *averages):  # an AveragedModel has averaged this rank's own statistics
-            if next(model.buffers(), None) is not None:
-                merge_buffers(model, self._trained)
+            merge_buffers(model, self._trained)
         self._trained = 0
 
     def _before_batch_end(self) -> None:

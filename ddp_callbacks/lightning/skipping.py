@@ -20,9 +20,9 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.bad_batches import FAULTS, BadBatches, Fault, SkipBatch, check_optimizer, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_traces
 from ddp_callbacks.process_group.presence import describe
+from ddp_callbacks.replacement import Replacements
 
 if TYPE_CHECKING:
     from ddp_callbacks.lightning.run import Run

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import Recovery, is_wanted
-from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.agreement import VERSIONS, module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.data.bad_batches import SkipBatch, check_skip_batch
@@ -34,13 +34,11 @@ from ddp_callbacks.lightning.keep_going import RecoveringLauncher
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.loggers import Place
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
 from ddp_callbacks.lightning.strategy_processes import (
     SAME_EVERYWHERE,
-    VERSIONS,
     ProcessesMixin,
     reduce,
     refuse_plugin,
@@ -52,6 +50,7 @@ from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.randomness.option import Randomness
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.replicas.parameters import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.reporting.recorder import end_training
@@ -173,7 +172,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Log to these places, which rank 0 had. Local."""
         self.places = places
         loggers.follow(self._trainer.loggers, places)
-        if self.recovery is not None and not self.recovery.has_copy:  # which knows later places
+        if self.recovery is not None and self.recovery.copy is None:  # which knows later places
             loggers.go_on(self._trainer.loggers, places)
             loggers.cut_back(self._trainer.loggers, places)
 

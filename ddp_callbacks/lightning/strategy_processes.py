@@ -20,19 +20,16 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError, is_called_by
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.cluster_environment import environment_of_job, join
-from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.default_group import is_as_one_process
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.process_group.spawn import require_forkable
 from ddp_callbacks.randomness.option import Randomness, check_randomness
-from ddp_callbacks.versions import __version__
+from ddp_callbacks.replacement import Replaced
 
 # Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".
 NAMES = ("ddp_callbacks", "callbacks")
-
-VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
 
 SAME_EVERYWHERE = (
     "Run the same script with the same arguments and libraries everywhere; if it draws settings, as a search does, "

@@ -25,7 +25,7 @@ from ddp_callbacks.lightning._torchmetrics import (
     remember,
     states_to_send,
 )
-from ddp_callbacks.lightning.replacement import Replaced, Replacements
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.replicas.parameters import Trace, remember_statistics
 
 

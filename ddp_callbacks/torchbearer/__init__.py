@@ -102,11 +102,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         verify: See :class:`AllReduceGradients`. ``"warn"`` compares nothing if you give ``weight``, ``reduction`` or
             ``batch_size="per_process"``; ``None`` never does.
-        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one,
-            which costs a small message in each step. The closure ends after ``on_criterion``, gradients are ``None``,
-            and metrics don't count the batch; rank 0 reports it. If all batches of an epoch are skipped, all processes
-            raise :class:`ddp_callbacks.errors.SkippedBatchError`. ``None``: the loss spoils the parameters, and the
-            first one is a warning.
+        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one; see
+            :class:`AllReduceGradients`. ``None``: the loss spoils the parameters, and the first one is a warning.
         on_divergence: Parameters and the optimizer's state are compared every few steps, and parameters and buffers at
             the end of each epoch. If they differ, ``"raise"`` raises :class:`ddp_callbacks.errors.MismatchError`;
             ``"repair"`` gives all processes the values that more than half of them have, and raises without such a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torchbearer.callbacks import AggregatePredictions, CallbackList
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
+from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.reporting.recorder import end_training
 from ddp_callbacks.torchbearer.state import State
 
@@ -135,43 +136,25 @@ def handles(callback: Callback, events: tuple[str, ...]) -> bool:
     return any(has_event(callback, event) for event in events)
 
 
-def wrap_event(callbacks: Any, name: str, around: Callable[[State], AbstractContextManager[None]]) -> None:
-    """Let an event of the Trial's list of callbacks run inside ``around(state)``: before and after all callbacks."""
-    event = getattr(callbacks, name)
-
-    @functools.wraps(event)
-    def wrapped(state: State) -> None:
-        with around(state):
-            event(state)
-
-    setattr(callbacks, name, wrapped)
-
-
 def _wrap_calls(trial: Any) -> None:
     """Let the methods of this Trial object call :meth:`DistributedCallback.around` of its callbacks, once."""
     if CALLS[0] not in vars(trial):
         for name in (*CALLS, "replay"):
-            setattr(trial, name, _surrounded(trial, name, getattr(trial, name)))
+            Replaced(trial, name, functools.partial(_surround, trial, name))
 
 
-def _surrounded(trial: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        call = Call(trial, name, bound.arguments)
-        ours = [each for each in trial.state[torchbearer.CALLBACK_LIST] if isinstance(each, DistributedCallback)]
-        inside: Callable[[], Any] = lambda: method(*bound.args, **bound.kwargs)  # noqa: E731
-        for callback in sorted(ours, key=lambda each: each.is_outermost):
-            if name in callback.calls:
-                inside = functools.partial(callback.around, inside, call)
-        try:
-            return inside()
-        finally:
-            end_training()
-
-    return surrounded
+def _surround(trial: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    call = Call(trial, name, bound.arguments)
+    ours = [each for each in trial.state[torchbearer.CALLBACK_LIST] if isinstance(each, DistributedCallback)]
+    inside: Callable[[], Any] = lambda: method(*bound.args, **bound.kwargs)  # noqa: E731
+    for callback in sorted(ours, key=lambda each: each.is_outermost):
+        if name in callback.calls:
+            inside = functools.partial(callback.around, inside, call)
+    try:
+        return inside()
+    finally:
+        end_training()
 
 
 def keep_out_of_checkpoints(callbacks: Any) -> None:

@@ -32,9 +32,10 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import PREDICTED
 from ddp_callbacks.randomness.option import Randomness, check_randomness
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.reporting.recorder import end_validation
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, wrap_event
-from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, State, share_of
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of
+from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, Event, State, share_of
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 
@@ -104,15 +105,14 @@ class ShardData(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         callbacks = state[torchbearer.CALLBACK_LIST]
-        self.random_state = RunRandomState(self.process_group)
         for name in ("on_sample", "on_sample_validation"):
-            wrap_event(callbacks, name, self._begin_batch)
+            Replaced(callbacks, name, self._begin_batch)
         if self._may_be_several:
-            wrap_event(callbacks, "on_end", self._synchronize)
-            wrap_event(callbacks, "on_backward", self._aside)
-            wrap_event(callbacks, "on_sample_validation", self._begin_evaluating)
-            wrap_event(callbacks, "on_step_validation", self._end_evaluating)
-            wrap_event(callbacks, "on_end_epoch", self._end_epoch)
+            Replaced(callbacks, "on_end", self._synchronize)
+            Replaced(callbacks, "on_backward", self._aside)
+            Replaced(callbacks, "on_sample_validation", self._begin_evaluating)
+            Replaced(callbacks, "on_step_validation", self._end_evaluating)
+            Replaced(callbacks, "on_end_epoch", self._end_epoch)
 
     @property
     def _may_be_several(self) -> bool:
@@ -124,11 +124,10 @@ class ShardData(DistributedCallback):
         """Whether a single process, too, iterates over parts of loaders: to resume, or to seed each sample."""
         return self._is_resumable or (self.world_size == 1 and self._randomness == "by_sample")
 
-    @contextmanager
-    def _synchronize(self, _: State) -> Iterator[None]:
+    def _synchronize(self, event: Event, state: State) -> None:
         """Continue from rank 0's random state, if callbacks before have drawn on some ranks only. A collective."""
         self.random_state.synchronize("the end of the run")
-        yield
+        event(state)
 
     def on_start(self, state: State) -> None:
         if self.world_size > 1 or self._divides_alone:
@@ -173,13 +172,12 @@ class ShardData(DistributedCallback):
             state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
             part.limit, state[torchbearer.GENERATOR] = steps, part
 
-    @contextmanager
-    def _begin_batch(self, state: State) -> Iterator[None]:
+    def _begin_batch(self, event: Event, state: State) -> None:
         """Note this rank's share of a batch; then callbacks get its samples, and may augment them."""
         if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
             state[SHARE] = self._take_share(state)
         with nullcontext() if self.world_size == 1 else self._drawing_whole(state, "sample"):
-            yield
+            event(state)
 
     def _drawing_whole(self, state: State, stage: str = "step") -> AbstractContextManager[None]:
         """Inside, draw for the whole batch."""
@@ -187,38 +185,30 @@ class ShardData(DistributedCallback):
         share = state.get(SHARE)
         return self._draws.batch(None if share is None else share.rows, stage)
 
-    @contextmanager
-    def _aside(self, _: State) -> Iterator[None]:
+    def _aside(self, event: Event, state: State) -> None:
         """Inside, callbacks change gradients, alike on all ranks."""
         with nullcontext() if self._draws is None else self._draws.aside():
-            yield
+            event(state)
 
-    def _computing(self, closure: Callable[[State], Any]) -> Callable[[State], Any]:
-        @functools.wraps(closure)
-        def computing(state: State) -> Any:
-            with self._drawing_whole(state):
-                try:
-                    return closure(state)
-                except Exception as error:
-                    note_part(error, share_of(state))
-                    raise
+    def _computing(self, closure: Callable[[State], Any], state: State) -> Any:
+        with self._drawing_whole(state):
+            try:
+                return closure(state)
+            except Exception as error:
+                note_part(error, share_of(state))
+                raise
 
-        return computing
-
-    @contextmanager
-    def _begin_evaluating(self, state: State) -> Iterator[None]:
+    def _begin_evaluating(self, event: Event, state: State) -> None:
         """After all callbacks of ``on_sample_validation``: what follows computes the batch."""
-        yield
+        event(state)
         self._evaluating.enter_context(self._drawing_whole(state))
 
-    @contextmanager
-    def _end_evaluating(self, _: State) -> Iterator[None]:
+    def _end_evaluating(self, event: Event, state: State) -> None:
         self._evaluating.close()
-        yield
+        event(state)
 
-    @contextmanager
-    def _end_epoch(self, state: State) -> Iterator[None]:
-        yield
+    def _end_epoch(self, event: Event, state: State) -> None:
+        event(state)
         if self._draws is not None:
             self._draws.note_apart(PREDICTED if aggregator_of(state) is not None else "")
             self._draws.warn()
@@ -255,13 +245,12 @@ class ShardData(DistributedCallback):
         is_outermost = not self._undivided
         self._undivided = self._undivided or found
         trial_state.update(self._undivided)
-        closure = call.trial.closure
-        if self._may_be_several and is_outermost:
-            call.trial.closure = self._computing(closure)
         try:
-            yield
+            with Replacements() as replacements:
+                if self._may_be_several and is_outermost:
+                    replacements.replace(call.trial, "closure", self._computing)
+                yield
         finally:
-            call.trial.closure = closure
             self._evaluating.close()
             trial_state.update(found)
             if is_outermost:

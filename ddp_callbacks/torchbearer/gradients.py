@@ -27,14 +27,16 @@ from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify, check_verify
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, handles, wrap_event
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, handles
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight, fraction_of
 from ddp_callbacks.torchbearer.state import (
     RUN_RANDOM_STATE,
     SHARE,
     STEP_TIMES,
     WEIGHS_LOSS,
+    Event,
     State,
     held_by,
     in_training_pass,
@@ -58,12 +60,11 @@ class WeighsLoss(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        wrap_event(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
+        Replaced(state[torchbearer.CALLBACK_LIST], "on_criterion", self._weighing)
 
-    @contextmanager
-    def _weighing(self, state: State) -> Iterator[None]:
+    def _weighing(self, event: Event, state: State) -> None:
         criterion = getattr(state.get(torchbearer.LOSS), "grad_fn", None)
-        yield
+        event(state)
         self.weigh(state, criterion)
 
     def weigh(self, state: State, criterion: Node | None) -> None:
@@ -116,12 +117,9 @@ class AllReduceGradients(WeighsLoss):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
+        self._options: dict[str, Any] = vars(EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress))
         check_verify(verify, "every_step")
         check_skip(skip_batch, "every_step")
-        self._make: Callable[[torch.nn.Module], GradientSynchronizer] = functools.partial(
-            GradientSynchronizer, **vars(options), process_group=process_group
-        )
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
@@ -129,20 +127,22 @@ class AllReduceGradients(WeighsLoss):
         self._skip_batch = skip_batch
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
+        self._replacements = Replacements()  # during a run
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
         """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
-        closure = call.trial.closure
-        if self._skip_batch is not None:
-            self._bad, call.trial.closure = BadBatches(self.process_group), self._ending(closure)
-        try:
-            yield
-        finally:
-            self._close()
-            if self._bad is not None:
-                self._bad.close()
-                self._bad, call.trial.closure = None, closure
+        with self._replacements:
+            if self._skip_batch is not None:
+                self._bad = BadBatches(self.process_group)
+                self._replacements.replace(call.trial, "closure", self._ending)
+            try:
+                yield
+            finally:
+                self._close()
+                if self._bad is not None:
+                    self._bad.close()
+                    self._bad = None
 
     def on_start(self, state: State) -> None:
         self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
@@ -151,7 +151,7 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = self._make(held_by(state))
+            self._synchronizer = GradientSynchronizer(held_by(state), **self._options, process_group=self.process_group)
             state[STEP_TIMES] = self._synchronizer.times
         self._skipped = 0
 
@@ -232,19 +232,16 @@ class AllReduceGradients(WeighsLoss):
             in_training_pass(self._synchronizer).load_state_dict(engines)
         self._skipped = states.mine["skipped"]
 
-    def _ending(self, closure: Callable[[State], Any]) -> Callable[[State], None]:
-        """Return a closure that ends when a batch is skipped."""
-
-        @functools.wraps(closure)
-        def ending(state: State) -> None:
-            try:
-                closure(state)
-            except _Skipped:
-                state[torchbearer.OPTIMIZER].zero_grad()  # drop gradients of earlier losses, if the closure has several
-                self._skipped += 1
-                _keep_values(state[torchbearer.METRIC_LIST])
-
-        return ending
+    def _ending(self, closure: Callable[[State], Any], state: State) -> None:
+        """Call the closure, which ends when a batch is skipped."""
+        try:
+            closure(state)
+        except _Skipped:
+            state[torchbearer.OPTIMIZER].zero_grad()  # drop gradients of earlier losses, if the closure has several
+            self._skipped += 1
+            # The metrics keep their values when the Trial processes them next.
+            metrics = state[torchbearer.METRIC_LIST]
+            self._replacements.replace_once(metrics, "process", lambda _, of: dict(of[torchbearer.METRICS]))
 
     def _verify_batch(self, state: State) -> None:
         """Compare the ranks' gradients of the first batch of an epoch with that of the global batch. A collective.
@@ -394,14 +391,3 @@ def _loss_in(state: State, needed_by: Sequence[str]) -> Any:
 
 class _Skipped(Exception):
     """Ends the closure of a skipped batch."""
-
-
-def _keep_values(metrics: Any) -> None:
-    """Let the metrics keep their values when the Trial processes them next."""
-    process = metrics.process
-
-    def keep(state: Any) -> dict[str, Any]:
-        metrics.process = process
-        return dict(state[torchbearer.METRICS])
-
-    metrics.process = keep

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from ddp_callbacks.data.collected import Collected
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.torchbearer import _torchbearer
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, has_event, wrap_event
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, has_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
-from ddp_callbacks.torchbearer.state import RUN_RANDOM_STATE, State, share_of
+from ddp_callbacks.torchbearer.state import RUN_RANDOM_STATE, Event, State, share_of
 
 _ADDING = ("on_criterion", "on_criterion_validation")  # events in which callbacks add to the loss
 _LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
@@ -70,7 +71,7 @@ class ReduceMetrics(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         for name in ("on_start_training", "on_start_validation"):
-            wrap_event(state[torchbearer.CALLBACK_LIST], name, self._beginning)
+            Replaced(state[torchbearer.CALLBACK_LIST], name, self._beginning)
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -80,10 +81,9 @@ class ReduceMetrics(DistributedCallback):
         finally:
             self._end()
 
-    @contextmanager
-    def _beginning(self, state: State) -> Iterator[None]:
+    def _beginning(self, event: Event, state: State) -> None:
         """Begin a pass after all callbacks: they may replace the list of metrics."""
-        yield
+        event(state)
         self._end()
         self._is_in_pass = True
         if self.world_size > 1:
@@ -156,17 +156,15 @@ class MetricsPass:
         self._metrics = list(_torchbearer.metrics_within(self._list))
         self._logs = [BatchLog() for _ in self._metrics]
         self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # at the start of the pass
-        self._restore = ExitStack()
+        self._restore = Replacements()
         for place, (metric, root) in enumerate(self._metrics):
             self._record(place, metric, isinstance(root, _LossMetric))
         for callback in state[torchbearer.CALLBACK_LIST] if self._reduction == "sum" else ():
             for event in _ADDING:
                 if has_event(callback, event):
-                    self._replace(
-                        callback, event, functools.partial(self._note_term, callback, getattr(callback, event))
-                    )
-        self._replace(self._list, "process", self._process)
-        self._replace(self._list, "process_final", self._process_final)
+                    self._restore.replace(callback, event, functools.partial(self._note_term, callback))
+        self._restore.replace(self._list, "process", self._process)
+        self._restore.replace(self._list, "process_final", self._process_final)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's records as tensors and plain data, without the metrics' own sums and rows. Local."""
@@ -184,35 +182,34 @@ class MetricsPass:
 
     def _record(self, place: int, metric: Metric, is_loss: bool) -> None:
         """Log scalars of batches, to merge with the other ranks' at the end; let the metric sum values per sample."""
-        own = type(metric).process
 
-        def process(values: torch.Tensor) -> None:
+        def process(own: Callable[[Any], Any], values: torch.Tensor) -> None:
             if values.dim():
-                own(metric, values)
+                own(values)
             else:
                 self._logs[place].add(self._step, self._weight if is_loss else self._local, values)
 
-        def process_running(values: torch.Tensor) -> Any:
-            shown = own(metric, values)
+        def process_running(own: Callable[[Any], Any], values: torch.Tensor) -> Any:
+            shown = own(values)
             if shown is not None:  # in training
                 self._logs[place].add(self._step, *self._sum_of(values, is_loss))
             return shown
 
-        def process_rows(state: State) -> Any:
-            shown = own(metric, state)
+        def process_rows(own: Callable[[Any], Any], state: State) -> Any:
+            shown = own(state)
             self._logs[place].add(self._step, self._local, torch.tensor(_torchbearer.rows_in(metric)))
             return shown
 
         if isinstance(metric, Mean | Var):
-            self._replace(metric, "process", process)
+            self._restore.replace(metric, "process", process)
         elif isinstance(metric, RunningMean) and self._windows[place]:
-            self._replace(metric, "process", process_running)
+            self._restore.replace(metric, "process", process_running)
             # If the pass ends by an exception, the ranks forget its batches: they have different parts of them.
             self._restore.callback(lambda: _torchbearer.continued_from(metric, self._windows[place], []))
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
-            self._replace(metric, "process", process_rows)
+            self._restore.replace(metric, "process", process_rows)
             if _torchbearer.has_running(metric):
-                self._replace(metric, _torchbearer.RUNNING, lambda *_: math.nan)
+                self._restore.replace(metric, _torchbearer.RUNNING, lambda *_: math.nan)
 
     def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
         """Return this rank's part of a batch's mean: the divisor and the sum, which rounds less than a mean."""
@@ -223,18 +220,13 @@ class MetricsPass:
             return weight, values
         return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
-    def _note_term(self, callback: Callback, event: Callable[[State], None], state: State) -> None:
+    def _note_term(self, callback: Callback, event: Event, state: State) -> None:
         before = state.get(torchbearer.LOSS, torch.zeros(())).detach().clone()  # a callback may add in place
         event(state)
         if torchbearer.LOSS in state:  # a closure of the user's may have other losses
             self._terms[callback] = state[torchbearer.LOSS].detach() - before
 
-    def _replace(self, owner: Any, name: str, method: Any) -> None:
-        restore = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (vars(owner).pop, name, None)
-        setattr(owner, name, method)
-        self._restore.callback(*restore)
-
-    def _process(self, state: State) -> dict[str, Any]:
+    def _process(self, own: Callable[[State], dict[str, Any]], state: State) -> dict[str, Any]:
         self._local = share_of(state).local
         self._samples += self._local
         self._step += self._stride
@@ -244,13 +236,13 @@ class MetricsPass:
         self._weight, _ = self._loss_weight.of(state)
         if terms and not state[torchbearer.LOSS].dim():
             self._added.add(self._step, self._local, torch.stack([state[torchbearer.LOSS], *terms]))
-        return MetricList.process(self._list, state)  # type: ignore[no-any-return]
+        return own(state)
 
-    def _process_final(self, state: State) -> dict[str, Any]:
+    def _process_final(self, own: Callable[[State], dict[str, Any]], state: State) -> dict[str, Any]:
         self.close()
         random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
         running = self._merge(random_state)
-        final = running | MetricList.process_final(self._list, state)
+        final = running | own(state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
         return final if is_settled else _settle(final, self._samples, self._group)
 

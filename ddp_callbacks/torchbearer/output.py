@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,10 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
+from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
 from ddp_callbacks.torchbearer.base import CALLS, RANDOM_STATE, Call, DistributedCallback, has_event
-from ddp_callbacks.torchbearer.state import State
+from ddp_callbacks.torchbearer.state import Event, State
 
 WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -60,14 +61,11 @@ class RankZeroOutput(DistributedCallback):
     def _silence(self, callback: Callback) -> None:
         for event in EVENTS:  # only those that it handles: all ranks must see the same ones
             if has_event(callback, event):
-                setattr(callback, event, self._on_rank_zero(getattr(callback, event)))
+                Replaced(callback, event, self._on_rank_zero)
 
-    def _on_rank_zero(self, handle: Callable[[State], None]) -> Callable[[State], None]:
-        def handle_there(state: State) -> None:
-            if self.rank == 0:  # it may become rank 0 during the run
-                handle(state)
-
-        return handle_there
+    def _on_rank_zero(self, event: Event, state: State) -> None:
+        if self.rank == 0:  # it may become rank 0 during the run
+            event(state)
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:

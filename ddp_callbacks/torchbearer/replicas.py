@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
@@ -16,7 +14,7 @@ from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.agreement import VERSIONS, module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
@@ -25,6 +23,7 @@ from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.moments import tell_lone_decision
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.replicas import parameters as replicas
 from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.equality import OnDivergence
@@ -39,7 +38,6 @@ from ddp_callbacks.torchbearer.state import (
     held_by,
     share_of,
 )
-from ddp_callbacks.versions import __version__
 
 _MAY_STOP = {  # ranks agree after an event (key) if a user's callback handles one of these events, and may stop there
     "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
@@ -78,7 +76,7 @@ class BroadcastParameters(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        state[SELF].load_state_dict = self._noting_checkpoint(state[SELF].load_state_dict)
+        Replaced(state[SELF], "load_state_dict", self._load_noting)
 
     def on_start(self, state: State) -> None:
         begin_run(self.process_group)
@@ -103,9 +101,8 @@ class BroadcastParameters(DistributedCallback):
     def _settings(self, state: State) -> dict[str, str]:
         settings = {
             "version of Python": "{}.{}".format(*sys.version_info),
-            "version of torch": torch.__version__,
+            **VERSIONS,
             "version of torchbearer": torchbearer.__version__,
-            "version of ddp_callbacks": __version__,
             "what is called": self._called,
             "epochs trained so far": str(len(state[HISTORY])),
         }
@@ -125,16 +122,13 @@ class BroadcastParameters(DistributedCallback):
                 report_failure(exception)
             raise
 
-    def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def noting(state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
-            loaded = method(state_dict, resume, **kwargs)
-            self._random_state = state_dict.get(RANDOM_STATE) if resume else None
-            state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
-            self._loaded = replicas.describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
-            return loaded
-
-        return noting
+    def _load_noting(self, load: Callable[..., Any], state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
+        """Load a checkpoint into the Trial, and note what was loaded."""
+        loaded = load(state_dict, resume, **kwargs)
+        self._random_state = state_dict.get(RANDOM_STATE) if resume else None
+        state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
+        self._loaded = replicas.describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
+        return loaded
 
     def _follow_resumed(self, history: list[dict[str, Any]]) -> bool:
         """Raise if ranks resume differently. If only rank 0 has resumed, the others follow it; return whether they do.

@@ -27,6 +27,7 @@ from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffe
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
 from ddp_callbacks.data import attributes
 from ddp_callbacks.files import count_lines, keep_lines
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback
 from ddp_callbacks.torchbearer.data import ShardData
@@ -303,15 +304,12 @@ def _keep_rows(callback: CSVLogger, rows: int) -> None:
 @contextlib.contextmanager
 def appended_rows(callbacks: Any) -> Iterator[None]:
     """Let CSV files keep their rows inside, until the run that resumes cuts off what was appended."""
-    writers = [callback for callback in callbacks if isinstance(callback, CSVLogger)]
-    before = [(writer.filemode, writer.write_header) for writer in writers]
-    for writer in writers:
-        writer.filemode, writer.write_header = "a", False
-    try:
+    with Replacements() as replacements:
+        for writer in callbacks:
+            if isinstance(writer, CSVLogger):
+                replacements.set(writer, "filemode", "a")
+                replacements.set(writer, "write_header", False)
         yield
-    finally:
-        for writer, (mode, has_header) in zip(writers, before, strict=True):
-            writer.filemode, writer.write_header = mode, has_header
 
 
 def _describe(trial: Any, data: ShardData) -> dict[str, str]:

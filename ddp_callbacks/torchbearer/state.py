@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 
 State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
+
+Event: TypeAlias = Callable[[State], None]
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
 

@@ -16,7 +16,7 @@ from kit.ranks import run_distributed
 from trainer_hooks import ACTIONS, BY_HAND, HOOKS, Cell, call_counts, cells, run_cells
 from trainers import quiet
 
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.replacement import Replaced
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("part")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -36,13 +36,13 @@ from ddp_callbacks.lightning.fabric.loop_draws import LoopDraws
 from ddp_callbacks.lightning.fabric.loss_batches import Batches, Draw, Pass, storages_of
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.packages import require
-from ddp_callbacks.lightning.replacement import Replaced, Replacements
 from ddp_callbacks.lightning.strategy_processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, metrics_of_program, remember_padding
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws
 from ddp_callbacks.randomness.option import Randomness
+from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.replicas.parameters import describe_checkpoint, require_same_checkpoint
 
 
@@ -171,14 +171,11 @@ class CallbackFabricMixin(ProcessesMixin):
         The next backward outside synchronizes them. If they are open for some models only, the gradients are
         synchronized nevertheless, with the same result.
         """
-        if not enabled:
+        with ExitStack() as stack:
+            if enabled:
+                self._blocked.append(id(module))
+                stack.callback(self._blocked.remove, id(module))
             yield
-            return
-        self._blocked.append(id(module))
-        try:
-            yield
-        finally:
-            self._blocked.remove(id(module))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Like Fabric's, but LBFGS, which decides by the loss, gets that of the whole batch."""

@@ -13,11 +13,11 @@ from itertools import chain
 
 import torch
 
-from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.agreement import VERSIONS, module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.strategy_processes import SAME_EVERYWHERE, VERSIONS
+from ddp_callbacks.lightning.strategy_processes import SAME_EVERYWHERE
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas.parameters import broadcast_parameters, merge_buffers
 
@@ -79,8 +79,7 @@ class Models:
         if not self._has_trained:
             return
         for model in self._models:
-            if next(model.parts.buffers(), None) is not None:
-                merge_buffers(model.parts, self._samples)
+            merge_buffers(model.parts, self._samples)
         self._has_trained, self._samples = False, 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Replace methods and attributes of Lightning's objects during a run."""
+"""Replace methods and attributes of another library's objects, for a time or for good."""
 
 from __future__ import annotations
 
