@@ -199,6 +199,11 @@ def functions_of(owner: Any) -> list[FunctionType]:
     return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
 
 
+def name_any(functions: Iterable[FunctionType], *words: str) -> bool:
+    """Whether the code of any of these functions has one of these names, or of these texts."""
+    return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in functions)
+
+
 def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     if type(value) in kinds or is_array(value):
         yield name, value

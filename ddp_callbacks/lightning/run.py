@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
-from ddp_callbacks.data.collected import Collected, functions_of
+from ddp_callbacks.data.collected import Collected, functions_of, name_any
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
@@ -449,9 +449,9 @@ def _reading_logged(*owners: Any) -> Iterator[tuple[Any, str]]:
 
 def _names(owner: Any, *words: str) -> bool:
     """Whether a user's hook at the end of a training batch, or what it may call, names one of these in its code."""
-    codes = {each.__name__: each.__code__ for each in functions_of(owner)}
-    may_read = [code for name, code in codes.items() if name == _BATCH_END or not name.startswith("on_")]
-    return _BATCH_END in codes and any({*code.co_names, *code.co_consts}.intersection(words) for code in may_read)
+    functions = {each.__name__: each for each in functions_of(owner)}
+    may_read = [each for name, each in functions.items() if name == _BATCH_END or not name.startswith("on_")]
+    return _BATCH_END in functions and name_any(may_read, *words)
 
 
 def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.data.bad_batches import BadBatches, check_optimizer, check_skip_batch, fault_of
+from ddp_callbacks.data.collected import functions_of, name_any
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -44,6 +45,7 @@ from ddp_callbacks.torchbearer.state import (
 )
 
 SkipBatch = Literal["non_finite"]
+_STEP = "on_step_training"
 
 
 def check_skip(skip_batch: str | None, sync: object) -> None:
@@ -79,7 +81,9 @@ class WeighsLoss(DistributedCallback):
 class AllReduceGradients(WeighsLoss):
     """Set each ``parameter.grad`` to the gradient of the global batch, before ``on_backward`` and the optimizer.
 
-    See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
+    See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward. If a callback of yours reads
+    ``state[torchbearer.LOSS]`` in ``on_step_training``, it gets the loss of the global batch, at the cost of a small
+    message in each step.
 
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
@@ -128,6 +132,7 @@ class AllReduceGradients(WeighsLoss):
         self._bad: BadBatches | None = None
         self._skipped = 0  # skipped batches of this pass
         self._replacements = Replacements()  # during a run
+        self._joins_loss = False
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -144,7 +149,20 @@ class AllReduceGradients(WeighsLoss):
                     self._bad.close()
                     self._bad = None
 
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        Replaced(state[torchbearer.CALLBACK_LIST], _STEP, self._after_step)
+
+    def _after_step(self, event: Event, state: State) -> None:
+        """Give a user's callbacks that read the loss that of the global batch. A collective then."""
+        if self._joins_loss and torchbearer.LOSS in state:
+            state[torchbearer.LOSS] = self._loss_weight.joined(state, self.process_group)
+        event(state)
+
     def on_start(self, state: State) -> None:
+        users = [each for each in state[torchbearer.CALLBACK_LIST] if handles(each, (_STEP,))]
+        reads = any(name_any(functions_of(each), "LOSS") for each in users)
+        self._joins_loss = self.world_size > 1 and reads
         self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
         if self._skip_batch is not None:
             check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])

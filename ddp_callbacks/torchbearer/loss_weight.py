@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 import torchbearer
 
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.shares import Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.cross_entropy import cross_entropy_weight
@@ -55,6 +58,19 @@ class LossWeight:
         """
         own = None if self.reduction(state) == "sum" else self._weight(state)
         return loss_weight(share_of(state), self.reduction(state), own)
+
+    def joined(self, state: State, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Return the loss of the global batch, from those of the ranks. A collective.
+
+        Args:
+            state: The Trial's state, after the loss is computed.
+            group: The ranks' process group.
+        """
+        loss, (weight, total) = state[torchbearer.LOSS].detach(), self.of(state)
+        own = [float(loss) * weight if weight else 0.0, weight]  # the mean over no sample is NaN
+        losses, weights = map(sum, zip(*all_gather_object(own, "the loss", group), strict=True))
+        whole = weights if total is None else total
+        return torch.tensor(losses / whole if whole else math.nan, dtype=loss.dtype, device=loss.device)
 
     def of_samples(self, state: State) -> tuple[float, float | None]:
         """Return the same from the numbers of samples alone, before the loss is computed. Local.

@@ -229,6 +229,7 @@ class MetricsPass:
     def _process(self, own: Callable[[State], dict[str, Any]], state: State) -> dict[str, Any]:
         self._local = share_of(state).local
         self._samples += self._local
+        self._collected.note(self._local)
         self._step += self._stride
         terms, self._terms = [*self._terms.values()], {}
         if not self._local:
