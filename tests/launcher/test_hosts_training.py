@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import IMPATIENT, Run, of_job, on_hosts, signal_on, write
+from jobs import IMPATIENT, Run, of_job, on_hosts, signal_on, wait_until, write
 from kit import commands
 from kit.hosts import Host, HostBed
 from kit.machine import Slowness
@@ -40,17 +41,25 @@ MISFORTUNES: dict[str, tuple[str, Callable[[HostBed, Host], None], int, str, flo
     "killed": ("trial", kill_rank, 137, "rank 1 on {host} failed with exit code 137: killed by SIGKILL", 6),
     "cut off": ("trainer", cut_cable, 1, f"{{host}}: {LOST}", 9),
     "without power": ("trial", power_off, 1, f"{{host}}: {LOST}", 9),
+    # ssh's own signs of life are then those of the connection that is shared.
+    "cut off, by a shared connection": ("trial", cut_cable, 1, f"{{host}}: {LOST} (silent for 3.5 s)", 9),
 }
 
 
 @pytest.mark.waits(4)
 def test_a_rank_or_host_that_is_lost_in_an_all_reduce_between_hosts_is_named(tmp_path: Path) -> None:
+    """A lost node ends the job after `--heartbeat-timeout`."""
     with HostBed(2 * len(MISFORTUNES)) as bed, ExitStack() as stack:
         runs = {}
         for index, (what, (program, *_)) in enumerate(MISFORTUNES.items()):
             first, second = bed.hosts[2 * index : 2 * index + 2]
             bed.set_rate(second, "20mbit")  # a sum takes a second, a step without it some milliseconds
             (tmp_path / what).mkdir()
+            if "shared" in what:
+                (first.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
+                master = stack.enter_context(first.start("ssh", "-M", "-N", second.name, stdin=subprocess.DEVNULL))
+                stack.callback(master.kill)
+                wait_until((tmp_path / "master").exists)
             argv = ["-H", f"{first.name}:1,{second.name}:1", *IMPATIENT, SCRIPT, program, "0", "0"]
             runs[what] = stack.enter_context(Run(tmp_path / what, *argv, host=first))
         for run in runs.values():
@@ -59,11 +68,13 @@ def test_a_rank_or_host_that_is_lost_in_an_all_reduce_between_hosts_is_named(tmp
             _, happens, code, says, seconds = MISFORTUNES[what]
             with Slowness() as slowness:
                 happens(bed, second)
+                if happens is cut_cable:
+                    wait_until(lambda host=second: not of_job(host))  # type: ignore[misc]
                 ended = run.end()
             assert ended == code, run.text
             assert any(line.startswith(f"ddprun: {says.format(host=second.name)}") for line in run.lines[-3:]), run.text
             assert slowness.took < seconds * slowness.factor
-            assert run.host is not None and not of_job(run.host)
+            assert run.host is not None and not [line for line in of_job(run.host) if "ssh -M" not in line]
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
