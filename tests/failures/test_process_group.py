@@ -62,7 +62,7 @@ def train_alone() -> dict[str, list[float]]:
     import trainers
 
     module = trainers.Net()
-    with trainers.quiet(), fabric_loops.quiet():
+    with trainers.quiet():
         made = trainers.trainer("auto", devices=1)
         made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
         return {"trainer": flat(list(module.state_dict().values())), "fabric": flat(fabric_loops.fit("auto"))}
