@@ -46,7 +46,7 @@ MISFORTUNES: dict[str, tuple[str, Callable[[HostBed, Host], None], int, str, flo
 }
 
 
-@pytest.mark.waits(4)
+@pytest.mark.waits(10)
 def test_a_rank_or_host_that_is_lost_in_an_all_reduce_between_hosts_is_named(tmp_path: Path) -> None:
     """A lost node ends the job after `--heartbeat-timeout`."""
     with HostBed(2 * len(MISFORTUNES)) as bed, ExitStack() as stack:
