@@ -350,7 +350,6 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
 
 
 ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
-WAITING, NOT_OPENED = "others wait", "others have not opened its memory"
 
 
 def end(how: str) -> None:
@@ -359,35 +358,28 @@ def end(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_while(moment: str, how: str) -> None:
-    """Rank 1 ends."""
+def end_first(how: str) -> None:
+    """Rank 1 ends while the other has not opened its memory."""
     env = join_process_group()
     memory = opened(resolve_group())
-    if moment != NOT_OPENED:
-        memory.launch(filled(memory, 10), "the first sum").wait()
     if env.rank == 1:
         memory.launch(filled(memory, 10), "a sum")
         end(how)
-    while moment == NOT_OPENED and not Path("ended").exists():
+    while not Path("ended").exists():
         time.sleep(0.01)  # bounded by the deadline of the ranks
     with noting_errors():
         memory.launch(filled(memory, 10), "a sum").wait()
         memory.launch(filled(memory, 10), "the last sum").wait()
 
 
-@pytest.mark.parametrize(
-    ("moment", "how"),
-    [(WAITING, "is killed"), (NOT_OPENED, "is killed"), (NOT_OPENED, "raises")],
-)
-def test_a_rank_that_ends_is_named_by_its_number_in_the_world(
-    nursery: Nursery, tmp_path: Path, moment: str, how: str
-) -> None:
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_is_named_by_its_number_in_the_world(nursery: Nursery, tmp_path: Path, how: str) -> None:
     """Killed ranks leave nothing in `/dev/shm`."""
 
     def touch(rank: int, pids: list[int]) -> None:
         (tmp_path / "ended").touch()
 
-    first, last = nursery.run_watched(end_while, 2, tmp_path, moment, how, on_end=touch)
+    first, last = nursery.run_watched(end_first, 2, tmp_path, how, on_end=touch)
     kind, message = first.notes["error"]
     assert kind == "PeerError"
     assert f"rank 1 (host {os.uname().nodename}, pid {last.pid}) {ENDS[how]}" in message

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from loaders import seed_all
 from shared_worlds import World, by_rank
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
@@ -27,12 +28,6 @@ from ddp_callbacks.data.sample_seeds import Loading, SeededIndices, generators_o
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def draw() -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from kit.once import once
 from kit.paths import FOLDERS
 from kit.ranks import run_distributed
 from loaders import LOADERS, OTHERS, PASSES, PLAIN, WORKERS, draw, draw_plainly, go_on
-from resumed import HOSTS, NAMES, ONE, TWO, in_all_pairs, in_pairs
 from torch.utils.data import DataLoader
 from ways import Way
 
@@ -23,6 +23,27 @@ from ddp_callbacks import resumable_loader
 from ddp_callbacks.errors import ConfigurationError
 
 pytestmark = pytest.mark.shares_results
+
+# In one way a run is cut, in another it goes on.
+ONE, TWO, GLOO, HOSTS, FOUR = Way(1), Way(2), Way(2, gloo=True), Way(3, layout=(2, 1)), Way(4)
+NAMES = {ONE: "one", TWO: "two", GLOO: "two by gloo", HOSTS: "three on two hosts", FOUR: "four"}
+
+
+def _pairs(*ways: tuple[Way, ...], tier: str = "") -> list[Any]:
+    marks = [getattr(pytest.mark, tier)] if tier else []
+    return [pytest.param(before, after, marks=marks, id=f"{NAMES[before]}-{NAMES[after]}") for before, after in ways]
+
+
+in_pairs = pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *_pairs((ONE, ONE), (TWO, TWO), (ONE, TWO), (TWO, ONE)),
+        *_pairs((GLOO, GLOO), (HOSTS, HOSTS), (HOSTS, TWO), (ONE, HOSTS), tier="wide"),
+    ],
+)
+in_all_pairs = pytest.mark.parametrize(
+    ("before", "after"), _pairs(*itertools.product((ONE, TWO, HOSTS, FOUR), repeat=2), (GLOO, GLOO), tier="night")
+)
 
 
 @once

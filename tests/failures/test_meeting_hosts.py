@@ -109,13 +109,10 @@ print("over", flush=True)
 """
 
 
-@pytest.mark.waits(12)
-@pytest.mark.parametrize(("away", "codes"), [(2.0, [0, 0]), (60.0, [1, 1])])
-def test_a_machine_that_is_cut_off_is_mentioned_and_given_up_under_any_launcher(
-    bed: HostBed, away: float, codes: list[int]
-) -> None:
+@pytest.mark.waits(4)
+def test_a_machine_that_is_cut_off_is_mentioned_and_given_up_under_any_launcher(bed: HostBed) -> None:
     """A machine lost for ten seconds is given up."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(29536 + codes[0])}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": "29537"}
     place |= {"DDP_CALLBACKS_HEARTBEAT_WARNING": "2.5", "DDP_CALLBACKS_HEARTBEAT_TIMEOUT": "4"}
     ranks = [start(host, EXCHANGE, RANK=str(rank), **place) for rank, host in enumerate(bed.hosts[:2])]
     try:
@@ -123,21 +120,17 @@ def test_a_machine_that_is_cut_off_is_mentioned_and_given_up_under_any_launcher(
             assert rank.stdout is not None and rank.stdout.readline() == b"up\n"
         bed.set_link(bed.hosts[1], up=False)
         begin = time.monotonic()
-        if not any(codes):
-            time.sleep(away)
-        else:
-            for rank in ranks:
-                rank.wait(LIMIT)
-            took = time.monotonic() - begin
-        bed.set_link(bed.hosts[1], up=True)
+        for rank in ranks:
+            rank.wait(LIMIT)
+        took = time.monotonic() - begin
         said = [rank.communicate(timeout=LIMIT)[1].decode() for rank in ranks]
     finally:
         bed.set_link(bed.hosts[1], up=True)
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == codes, said
-    for number, text in enumerate(said if any(codes) else []):
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert took < 20
+    for number, text in enumerate(said):
         assert f"the machine of rank {1 - number} has not answered for" in text
         assert f"rank {1 - number} (host " in text and "died or went silent" in text
-        assert took < 20

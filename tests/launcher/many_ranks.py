@@ -1,11 +1,13 @@
 """Trains one model in several ways, one after the other: ``many_ranks.py loop trial trainer``.
 
-Rank 0 leaves the parameters in "result.pt". In a Trial, ``FAILS=17`` lets that rank fail in its sixth batch,
-with ``PAUSE`` each batch takes so many seconds, and with ``RESUMES`` it goes on from "run.pt".
+Rank 0 leaves the parameters in "result.pt". In a Trial or a Trainer, ``FAILS=17`` lets that rank fail in its sixth
+batch, with ``PAUSE`` each batch takes so many seconds, with ``RESUMES`` it goes on from "run.pt", and with ``ENDLESS``
+it trains on and on, with gradients that take long on a slow link.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -25,18 +27,24 @@ from ddp_callbacks import (
     with_shares,
 )
 
-EPOCHS, SAMPLES, BATCH = 3, 200, 64  # the last batch has 8 samples: most of many ranks have none of it
+IS_ENDLESS, RESUMES = "ENDLESS" in os.environ, "RESUMES" in os.environ
+EPOCHS = 1_000_000 if IS_ENDLESS else 3
+SAMPLES, BATCH = 200, 64  # the last batch has 8 samples: most of many ranks have none of it
+BATCHES = itertools.count(1)
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+    wide = [nn.Linear(16, 500), nn.Linear(500, 500), nn.Linear(500, 16)] if IS_ENDLESS else []
+    layers = [nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), *wide, nn.Linear(16, 3)]
+    model = nn.Sequential(*layers).double()
     x = torch.randn(SAMPLES, 6, dtype=torch.float64)
     data = TensorDataset(x, x[:, :3].argmax(1))
     return model, torch.optim.Adam(model.parameters(), 0.01), DataLoader(data, BATCH, shuffle=True)
 
 
-def pass_batch(number: int) -> None:
+def pass_batch() -> None:
+    number = next(BATCHES)
     print(f"batch {number}.", flush=True)
     if number == 6 and str(get_rank()) == os.environ.get("FAILS"):
         raise RuntimeError("sensor 7 gave nothing")
@@ -71,11 +79,10 @@ def trial() -> nn.Module:
 
     from ddp_callbacks.torchbearer import DDPCallback, Resume
 
-    batches = iter(range(1, 1_000_000))
     model, optimizer, loader = make()
     torch.manual_seed(1)
-    callbacks = [DDPCallback(sync_batchnorm=True), on_step_training(lambda _: pass_batch(next(batches)))]
-    callbacks += [Resume("run.pt", every=4)] if "RESUMES" in os.environ else []
+    callbacks = [DDPCallback(sync_batchnorm=True), on_step_training(lambda _: pass_batch())]
+    callbacks += [Resume("run.pt", every=3)] if RESUMES else []
     made = Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["acc", "loss"], verbose=0, callbacks=callbacks)
     made.to("cpu", torch.float64).with_train_generator(loader).run(EPOCHS)
     return model
@@ -84,7 +91,7 @@ def trial() -> nn.Module:
 def trainer() -> nn.Module:
     import lightning.pytorch as pl
 
-    import ddp_callbacks.lightning  # noqa: F401
+    from ddp_callbacks.lightning import Resume
 
     network, optimizer, loader = make()
 
@@ -99,9 +106,13 @@ def trainer() -> nn.Module:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass_batch()
+
     torch.manual_seed(1)
     names = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
-    options = {"strategy": "ddp_callbacks", "accelerator": "cpu", "sync_batchnorm": True, "max_epochs": EPOCHS}
+    options: dict[str, Any] = {"strategy": "ddp_callbacks", "accelerator": "cpu", "sync_batchnorm": True}
+    options |= {"max_epochs": EPOCHS, "callbacks": [Resume("run.pt", every=3)] if RESUMES else []}
     pl.Trainer(**options, **dict.fromkeys(names, False)).fit(Module(), loader)
     return network
 

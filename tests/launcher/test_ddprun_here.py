@@ -277,13 +277,6 @@ def test_a_job_goes_on_without_a_process_that_stays_stopped(tmp_path: Path) -> N
     assert log.read_text().startswith("ddprun kills this process, which was stopped for too long\n")
 
 
-def test_an_exception_ends_a_job_that_keeps_going_too(tmp_path: Path) -> None:
-    script = "import os, time\nif os.environ['RANK'] == '1': raise KeyError('x')\nwhile True: time.sleep(1)"
-    done = ddprun("-H", "localhost:2", "--keep-going", write(tmp_path, script), cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-2] == "ddprun: rank 1 on localhost failed with exit code 1: KeyError: 'x'"
-
-
 KEPT_ALIVE = """
 import multiprocessing, os, sys, threading, time
 rank = os.environ["RANK"]
@@ -432,7 +425,7 @@ def test_lines_keep_their_order_where_output_and_errors_go_to_one_place(tmp_path
 
 def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
     # As cron and daemons may start it.
-    script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
+    script = write(tmp_path, "import os, sys; open('ran', 'w').write(os.environ['RANK'] + sys.stdin.read())")
     done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *DDPRUN])
     assert (done.returncode, (tmp_path / "ran").read_text()) == (0, "0")
 
@@ -548,7 +541,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+@pytest.mark.parametrize("columns", [60, 200])
 def test_a_progress_bar_is_as_wide_as_the_terminal_and_stays_on_its_line(tmp_path: Path, columns: int) -> None:
     """A bar stays on its line."""
     outside, inside = os.openpty()
@@ -633,8 +626,6 @@ def test_commands_that_set_up_a_node_may_take_longer_than_its_answers(
     [
         (["no_such.py"], "localhost: file not found: no_such.py (working directory {cwd}).\n"),
         (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Install it "),
-        (["--grace", "-1", "x.py"], "argument --grace: takes a positive number of seconds, got '-1'. See ddprun"),
-        (["--grace", "90", "--time-limit", "60", "x.py"], "--time-limit must be longer than --grace (90 s), got 60."),
         (["--chdir", "/no", "x.py"], "localhost: cannot enter the working directory /no: No such file or directory."),
         (
             ["--master-addr", "192.0.2.1", "{program}"],
@@ -916,32 +907,6 @@ sys.meta_path.insert(0, Finder())
 
 # --- faults of former times -------------------------------------------------------------------------------------------
 
-ABORTS_TOO = """
-import fcntl, os, time, traceback
-try:
-    open("/no")
-except OSError:
-    traceback.print_exc()
-lock = open("lock", "a")
-if os.environ["RANK"] == "0":
-    fcntl.flock(lock, fcntl.LOCK_EX)  # until it has ended
-    open("locked", "w").close()
-    raise ValueError("the cause")
-while not os.path.exists("locked"):
-    time.sleep(0.001)
-fcntl.flock(lock, fcntl.LOCK_EX)
-os.abort()
-"""
-
-
-def test_a_rank_that_aborts_because_another_is_gone_is_not_named_for_an_exception_that_it_caught(
-    tmp_path: Path,
-) -> None:
-    done = ddprun("-H", "localhost:2", write(tmp_path, ABORTS_TOO), cwd=tmp_path)
-    cause = "ddprun: rank 0 on localhost failed with exit code 1: ValueError: the cause"
-    assert done.stderr.splitlines()[-2] == cause, done.stderr
-
-
 FAILS_BESIDE_A_DEAF_ONE = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
@@ -981,27 +946,6 @@ def test_ctrl_c_is_keyboard_interrupt_in_a_script_that_handles_no_signal(tmp_pat
         assert run.end() == -signal.SIGINT
     assert sum("cleans up" in line for line in run.lines) == 2
     assert run.lines[-1].startswith("ddprun: stopped by SIGINT"), run.lines
-
-
-FAILS_ONCE_THE_OTHER_HAS_STARTED = """
-import os, sys, time
-started = f"started-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-if os.environ["RANK"] == "0":
-    print("start", flush=True)
-    open(started, "w").close()
-while not os.path.exists(started):
-    time.sleep(0.01)
-sys.exit(int(os.environ["RANK"]))
-"""
-
-
-def test_restarts_are_counted_by_the_job_and_the_last_failure_is_told(tmp_path: Path) -> None:
-    script = write(tmp_path, FAILS_ONCE_THE_OTHER_HAS_STARTED)
-    done = ddprun("-H", "localhost:2", "--max-restarts", "2", script, cwd=tmp_path)
-    assert (done.returncode, done.stdout.count("start")) == (1, 3), done.stderr
-    assert re.findall("restart .*", done.stderr) == ["restart 1 of 2", "restart 2 of 2"]
-    why = "ddprun: rank 1 on localhost failed with exit code 1: no exception was printed; all start again\n"
-    assert done.stderr.count(why) == 2, done.stderr
 
 
 def test_a_command_that_outlives_what_it_has_started_does_not_keep_the_report_back(tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ def several(run: Run) -> list[int]:
 
 # Which processes get which signal, what each rank gets in the end, and what is told.
 REQUESTS: dict[str, tuple[Callable[[Run], list[int]], signal.Signals, str, str]] = {
-    "SIGTERM": (lambda run: [run.process.pid], signal.SIGTERM, "SIGTERM", f"stopped by SIGTERM: {WROTE}"),
     "SIGUSR1": (lambda run: [run.process.pid], signal.SIGUSR1, "SIGUSR1", f"stopped by SIGUSR1: {WROTE}"),
     "SIGINT": (lambda run: [run.process.pid], signal.SIGINT, "SIGTERM", f"stopped by SIGINT: {WROTE}"),
     "several": (several, signal.SIGTERM, "SIGTERM", f"stopped by SIGTERM: {WROTE}"),

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 from kit.commands import DEADLINE, environment, finish, start
 from kit.paths import ROOT
+from test_first_failure import DISAGREE, QUOTED
 
 from ddp_callbacks.launcher.first_failure import read_record
 
 HOOK = ROOT / "ddp_callbacks" / "launcher" / "hook"
-DISAGREE = """\
-the ranks disagree about the Trial:
-  lr: 0.1 on rank 0; 0.2 on rank 1
-Give each the same.
-Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
-QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
 
 
 def left_by(folder: Path, program: str, cold: bool = False) -> tuple[str, str, str]:

@@ -6,14 +6,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from jobs import IMPATIENT, LIMIT, STAY, Run, of_job, on_hosts, processes_in, wait_until, write
+from jobs import LIMIT, STAY, Run, of_job, on_hosts, processes_in, wait_until, write
 from kit.hosts import Host, HostBed
 from kit.machine import Slowness
 
@@ -77,9 +76,8 @@ ENDS: dict[str, tuple[Callable[[Run, Host, Host], None], int, str]] = {
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"], id="signals"),
+        pytest.param(["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "rank", "store"], id="signals and processes"),
         pytest.param(["SIGINT twice", "ssh", "sshd", "SIGTERM by enter", "SIGKILL by enter"], id="others"),
-        pytest.param(["rank", "store"], id="processes"),
     ],
 )
 def test_all_is_gone_soon_on_all_hosts(bed: HostBed, tmp_path: Path, enter: str, names: list[str]) -> None:
@@ -102,82 +100,6 @@ def test_all_is_gone_soon_on_all_hosts(bed: HostBed, tmp_path: Path, enter: str,
             code = run.end()
             assert (128 - code if code < 0 else code) == expected, run.text
             assert not says or any(re.match(f"ddprun: {says}", line) for line in run.lines), run.text
-
-
-# One rank fails, and its node's other one takes its time to end.
-FAIL_BEFORE_THE_NODE = """
-import os, signal, sys, time
-rank = os.environ["RANK"]
-if rank == "2":
-    signal.signal(signal.SIGTERM, lambda *_: open("asked-2", "w").close())
-open(f"up-{rank}", "w").close()
-while rank != "1" or not os.path.exists("now"):
-    time.sleep(0.05)
-sys.exit(3)
-"""
-
-
-def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_names_the_rank(bed: HostBed, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        argv = ["-H", "h1:1,h2:2", "--shutdown-timeout", "60"]
-        run = start(stack, tmp_path, bed.hosts[0], *argv, script=FAIL_BEFORE_THE_NODE)
-        run.await_files("up-0", "up-1", "up-2")
-        (run.folder / "now").touch()
-        run.await_files("asked-2")
-        kill_in(run.folder, bed.hosts[0], "ssh -T")
-        assert run.end() == 3
-    assert "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed" in run.lines
-
-
-STAY_UNTIL_NOW = """
-import os, time
-print("up", flush=True)
-while os.environ["RANK"] != "0" or not os.path.exists("now"):
-    time.sleep(0.05)
-"""
-
-
-def test_a_job_that_keeps_going_loses_a_node_whose_ranks_end(bed: HostBed, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        argv = ["-H", "h1:1,h2:2", "--keep-going"]
-        run = start(stack, tmp_path, bed.hosts[0], *argv, script=STAY_UNTIL_NOW)
-        run.await_text("up", 3)
-        kill_in(run.folder, bed.hosts[0], "ssh -T")
-        run.await_text("continuing with 1 process")
-        wait_until(lambda: not of_job(bed.hosts[1]))
-        (run.folder / "now").touch()
-        assert run.end() == 0, run.text
-    assert re.fullmatch(rf"ddprun: {LOST}( \(.*\))?; continuing with 1 process", run.lines[-2])
-    assert run.lines[-1] == "ddprun: done, with 2 of 3 processes lost on the way"
-
-
-@pytest.mark.waits(4)
-def test_a_node_that_is_cut_off_or_without_power_ends_all(tmp_path: Path) -> None:
-    """A lost node ends the job after `--heartbeat-timeout`."""
-    with HostBed(6) as bed, ExitStack() as stack:
-        runs = []
-        for index, (first, second) in enumerate(zip(bed.hosts[::2], bed.hosts[1::2], strict=True)):
-            if index == 2:  # ssh's own signs of life are then those of the connection that is shared
-                (first.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
-                master = stack.enter_context(first.start("ssh", "-M", "-N", second.name, stdin=subprocess.DEVNULL))
-                stack.callback(master.kill)
-                wait_until((tmp_path / "master").exists)
-            nodes = f"{first.name}:1,{second.name}:2"
-            runs.append(start(stack, tmp_path / first.name, first, "-H", nodes, *IMPATIENT))
-        for run in runs:
-            run.await_text("up ", 3)
-        with Slowness() as slowness:
-            bed.set_link(bed.hosts[1], up=False)
-            bed.power_off(bed.hosts[3])
-            bed.set_link(bed.hosts[5], up=False)
-            wait_until(lambda: not of_job(bed.hosts[1], bed.hosts[5]))
-            codes = [run.end() for run in runs]
-        assert slowness.took < 9 * slowness.factor
-        assert codes == [1, 1, 1]
-        for run, second in zip(runs, bed.hosts[1::2], strict=True):
-            assert run.lines[-2].startswith(f"ddprun: {second.name}: the connection was lost"), run.lines
-        assert "(silent for 3.5 s)" in runs[2].lines[-2]
-        assert not [line for line in of_job(*bed.hosts[::2]) if "ssh -M" not in line]
 
 
 EXCHANGE = """

@@ -57,10 +57,10 @@ def test_a_job_that_loses_the_program_of_its_first_host_has_the_numbers_of_one_p
         pytest.param(["-H", "h1:1,h2:1"], True, ["h2", "h3"], id="one that was lost, and a new one"),
     ],
 )
-def test_hosts_join_a_job(tmp_path: Path, flags: list[str], loses: bool, names: list[str]) -> None:
+def test_hosts_join_a_job(bed: HostBed, tmp_path: Path, flags: list[str], loses: bool, names: list[str]) -> None:
     """Hosts may join a running job."""
     argv = [*flags, "--keep-going", "-x", 'DIES={"0": ["forward", 3, "waits"]}', "-x", "COPIES=often"]
-    with HostBed(3) as bed, Run(tmp_path, *argv, survival.SCRIPT, "trial", "sgd", host=bed.hosts[0]) as run:
+    with Run(tmp_path, *argv, survival.SCRIPT, "trial", "sgd", host=bed.hosts[0]) as run:
         run.await_files("waits")
         if loses:
             signal_on(bed.hosts[1], PROGRAM)
@@ -74,7 +74,7 @@ def test_hosts_join_a_job(tmp_path: Path, flags: list[str], loses: bool, names: 
     survival.require_truth(tmp_path, "trial", "sgd", run.text)
 
 
-def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path) -> None:
+def test_a_host_that_cannot_join_is_refused_and_the_job_continues(bed: HostBed, tmp_path: Path) -> None:
     refused = {
         "h2": "the processes of this job meet at an address that only h1 has. Start it with --master-addr, an address "
         "that the other nodes can reach.",
@@ -85,35 +85,33 @@ def test_a_host_that_cannot_join_is_refused_and_the_job_continues(tmp_path: Path
     script = write(
         tmp_path, "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('now'): time.sleep(0.05)"
     )
-    with HostBed(2) as bed:
-        with Run(tmp_path, "-H", "h1:2", "--keep-going", "--nnodes", "1:2", script, host=bed.hosts[0]) as run:
-            run.await_text("up")
-            for hosts, why in refused.items():
-                asked = ddprun("join", "-H", hosts, cwd=tmp_path, host=bed.hosts[0])
-                assert (asked.returncode, asked.stderr) == (2, f"ddprun: {why}\n")
-            (tmp_path / "now").touch()
-            assert run.end() == 0, run.text
-        over = ddprun("join", "-H", "h2", cwd=tmp_path, host=bed.hosts[0])
-        assert (over.returncode, over.stderr.count("has ended.")) == (2, 1), over.stderr
+    with Run(tmp_path, "-H", "h1:2", "--keep-going", "--nnodes", "1:2", script, host=bed.hosts[0]) as run:
+        run.await_text("up")
+        for hosts, why in refused.items():
+            asked = ddprun("join", "-H", hosts, cwd=tmp_path, host=bed.hosts[0])
+            assert (asked.returncode, asked.stderr) == (2, f"ddprun: {why}\n")
+        (tmp_path / "now").touch()
+        assert run.end() == 0, run.text
+    over = ddprun("join", "-H", "h2", cwd=tmp_path, host=bed.hosts[0])
+    assert (over.returncode, over.stderr.count("has ended.")) == (2, 1), over.stderr
 
 
-def test_a_host_whose_new_process_failed_may_join_again(tmp_path: Path) -> None:
+def test_a_host_whose_new_process_failed_may_join_again(bed: HostBed, tmp_path: Path) -> None:
     path = program(
         tmp_path / "bin" / "run", '[ -z "$DDP_CALLBACKS_SUCCESSOR" ] || exit 3; until [ -e now ]; do sleep 0.05; done'
     )
     failures = {2: "h3: cannot start", 3: "rank 3 on h3: the new process ended with exit code 3 before it joined"}
-    with HostBed(3) as bed:
-        hosts, here = bed.hosts, {"cwd": tmp_path, "host": bed.hosts[0]}
-        with Run(tmp_path, "-H", "h1:1,h2:1", "--keep-going", "--no-python", path, host=hosts[0]) as run:
-            for begun in ("h1: rank 0, ", "h2: rank 1, "):
-                run.await_text(begun)
-            for rank, failure in failures.items():
-                os.chmod(path, 0o755 if rank > 2 else 0o644)
-                assert ddprun("join", "-H", "h3:1", **here).returncode == 0
-                run.await_text(failure)
-                run.wait_until(lambda: not of_job(hosts[2]))
-            (tmp_path / "now").touch()
-            assert run.end() == 0, run.text
+    hosts, here = bed.hosts, {"cwd": tmp_path, "host": bed.hosts[0]}
+    with Run(tmp_path, "-H", "h1:1,h2:1", "--keep-going", "--no-python", path, host=hosts[0]) as run:
+        for begun in ("h1: rank 0, ", "h2: rank 1, "):
+            run.await_text(begun)
+        for rank, failure in failures.items():
+            os.chmod(path, 0o755 if rank > 2 else 0o644)
+            assert ddprun("join", "-H", "h3:1", **here).returncode == 0
+            run.await_text(failure)
+            run.wait_until(lambda: not of_job(hosts[2]))
+        (tmp_path / "now").touch()
+        assert run.end() == 0, run.text
 
 
 @pytest.mark.night

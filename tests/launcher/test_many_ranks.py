@@ -61,7 +61,7 @@ def test_the_one_of_32_processes_that_fails_is_named_and_five_go_on(tmp_path: Pa
         assert re.fullmatch(FAILED.format(rank=17, host="h5"), run.lines[-2]), run.text
         with train(bed, tmp_path, "trial", on="h2:3,h7:2", RESUMES="1") as run:
             assert run.end() == 0, run.text
-        assert run.text.count("] batch ") == 8, run.text  # the file has four of twelve
+        assert run.text.count("] batch ") == 9, run.text  # the file has three of twelve
     require_truth(tmp_path)
 
 

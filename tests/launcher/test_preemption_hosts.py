@@ -70,23 +70,6 @@ def test_no_host_starts_again_before_all_have_written(bed: HostBed, tmp_path: Pa
     assert run.text.count("restart 1 of 1") == 2
 
 
-def test_a_rank_that_fails_on_another_host_is_the_cause(bed: HostBed, tmp_path: Path) -> None:
-    with start(bed, tmp_path, "fails") as run:
-        run.signal(signal.SIGTERM)
-        assert run.end() == 3
-    assert run.lines[-2] == "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed"
-
-
-@pytest.mark.waits(3)
-def test_a_rank_that_does_not_follow_a_preempted_one_is_named(bed: HostBed, tmp_path: Path) -> None:
-    with start(bed, tmp_path, "deaf", flags=("--grace", "3")) as run:
-        signal_rank(bed, tmp_path, 0, signal.SIGTERM)
-        assert run.end() == 137
-    reason = "did not end within 3 s after another rank was preempted"
-    assert run.lines[-2] == f"ddprun: rank 1 on h2 failed with exit code 137: {reason}"
-    assert written(tmp_path) == {"0-0", "2-0"}
-
-
 def test_a_host_that_is_lost_while_all_write_is_the_cause(tmp_path: Path) -> None:
     """An error names a host lost while writing."""
     with HostBed(2) as bed, start(bed, tmp_path, flags=tuple(IMPATIENT)) as run:

@@ -15,7 +15,6 @@ from kit.paths import ROOT
 STATIC = ROOT / "docs" / "_static"
 DRAWINGS: dict[str, Callable[[], str]] = runpy.run_path(str(STATIC / "drawings.py"))["DRAWINGS"]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-STEP_TIME = BENCHMARKS / "step_time"
 GAIN = BENCHMARKS / "gain"
 
 
@@ -48,25 +47,16 @@ def test_a_page_shows_the_figures_of_the_benchmark_of_local_sgd() -> None:
     assert len(ways) == 5 and all(shown[way] <= measured[way] for way in ways)
 
 
-def test_the_figure_of_step_times_shows_its_table() -> None:
-    found = (STEP_TIME / "step_time.json").read_text()
-    table = runpy.run_path(str(STEP_TIME / "main.py"))["table"](json.loads(found))
-    assert table in (STEP_TIME / "README.md").read_text()
-    drawn = re.search(rb"tEXtDescription\0(\{.*?\}\})", (STEP_TIME / "step_time.png").read_bytes())
-    assert drawn and json.loads(drawn[1]) == json.loads(found), "draw it again: main.py --draw step_time.json"
-
-
-def test_the_table_of_predicted_steps_is_what_was_measured() -> None:
-    cost = BENCHMARKS / "cost"
-    found = json.loads((cost / "cost.json").read_text())
-    assert runpy.run_path(str(cost / "main.py"))["table"](found) in (cost / "README.md").read_text()
-
-
-def test_the_table_of_thousands_of_ranks_is_what_was_measured() -> None:
-    scale = BENCHMARKS / "scale"
-    found = json.loads((scale / "scale.json").read_text())
-    assert runpy.run_path(str(scale / "main.py"))["table"](found) in (scale / "README.md").read_text()
-    assert all(case["4096"][0] < 1 and case["4096"][3] < 64 for case in found.values())  # ms for a message, MB
+@pytest.mark.parametrize("name", ["step_time", "cost", "scale"])
+def test_the_table_of_a_benchmark_is_what_was_measured(name: str) -> None:
+    folder = BENCHMARKS / name
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert runpy.run_path(str(folder / "main.py"))["table"](found) in (folder / "README.md").read_text()
+    if name == "step_time":
+        drawn = re.search(rb"tEXtDescription\0(\{.*?\}\})", (folder / "step_time.png").read_bytes())
+        assert drawn and json.loads(drawn[1]) == found, "draw it again: main.py --draw step_time.json"
+    if name == "scale":
+        assert all(case["4096"][0] < 1 and case["4096"][3] < 64 for case in found.values())  # ms for a message, MB
 
 
 @pytest.mark.parametrize("name", ["cost", "local_sgd", "recovery", "step_time"])

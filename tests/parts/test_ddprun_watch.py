@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
+from test_report import said
 
 from ddp_callbacks.auto import _Alone
 from ddp_callbacks.errors import warn
@@ -104,7 +105,7 @@ def exited(rank: int) -> str:
 
 HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
-BOTH_AGAIN = [started(0, restarts=1), started(1, restarts=1)]
+BOTH_AGAIN, BOTH_TWICE = ([started(0, restarts=number), started(1, restarts=number)] for number in (1, 2))
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], [exited(0), "end"]),
@@ -124,9 +125,9 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
         ["halt 2", "meet 2", "start 2", exited(0)],
     ),
     "it has failed once too often": (
-        1,
-        [*BOTH, ended(1, 3), HALTED, *BOTH_AGAIN, ended(1, 3), ended(0, 1)],
-        ["halt 2", "meet 2", "start 2", "end"],
+        2,
+        [*BOTH, ended(1, 3), HALTED, *BOTH_AGAIN, ended(1, 3), HALTED, *BOTH_TWICE, ended(1, 3), ended(0, 1)],
+        [*(2 * ["halt 2", "meet 2", "start 2"]), "end"],
     ),
     "a program cannot be started": (1, [started(0), (1, "Problem", {"text": "cannot start x"})], ["end"]),
 }
@@ -405,25 +406,10 @@ def wrote(rank: int, stream: str, text: str) -> Report:
 
 
 STACK = 'Thread 0x1 (most recent call first):\n  File "/t.py", line 7 in wait\n'
-TRAINS = json.dumps(
-    {"seconds": [1.0] * 18, "steps": 9, "epoch": 1, "validation": 0, "held_out": 0, "stage": "training"}
-    | {
-        "gradients": [0, 0, 0.0],
-        "loads_all": False,
-        "starting": 0.0,
-        "compared": 0.0,
-        "batch": 8,
-        "longest": [1, 0.5],
-        "validated": [0, 0, 0.0],
-        "memory": [1],
-        "process": 7,
-        "about": {},
-    }
-)
 
 
 def test_the_report_tells_what_has_ended_a_job_where_ranks_hung_and_which_were_lost(tmp_path: Path) -> None:
-    trains = [wrote(rank, "r", f"{TRAINS}\n") for rank in range(3)]
+    trains = [wrote(rank, "r", said(7, 9).decode()) for rank in range(3)]
     reports = [*ALL, *trains, killed(1), wrote(2, "s", STACK), ASKED, killed(2), killed(0)]
     report, output = Collector([]), MagicMock(folder=tmp_path)
     launch = Launch("-H h1:1,h2:2 --keep-going", [*reports, (0, "Done", {}), (1, "Done", {})])

@@ -107,6 +107,10 @@ FIRST: dict[str, tuple[list[End], str]] = {
         "1: rank 1 on b failed with exit code 1: ValueError: x",
     ),
     "node": ([SAYS_FAILED, NODE, b(9.0)], "1: b: the connection was lost (broken)"),
+    "a rank, before its node": (
+        [b(0.4, 3), End("b", 2, 9.0), LOST],
+        "3: rank 1 on b failed with exit code 3: no exception was printed",
+    ),
     "the silent one is busy": (
         [SAYS_SILENT, b(9.0, 143, is_ours=True), End("c", 3, 8.0, 1, printed=own("KeyError: 3"))],
         "1: rank 3 on c failed with exit code 1: KeyError: 3",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from test_environment import without
 from torch import nn
 
 from ddp_callbacks import DiLoCo, GradientSynchronizer, LocalSGD, Preemption, join_process_group, spawn
@@ -24,13 +25,8 @@ from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, Resume, S
 
 Row = tuple[Any, ...]  # what is given (arguments by name, or a text), and parts of the message
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
 SLURM = {"SLURM_JOB_NODELIST": "a,b,c", "SLURM_NTASKS": "10", "SLURM_TASKS_PER_NODE": "4(x2),2"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-
-
-def without(*names: str, **changed: str) -> dict[str, str]:
-    return {name: value for name, value in (TORCHRUN | changed).items() if name not in names}
 
 
 ENVIRONMENTS: list[Row] = [
@@ -155,6 +151,9 @@ DDPRUN: list[Row] = [
     ("-x NO_SUCH t.py", "-x NO_SUCH: no such variable is set here. Set it, or write -x NO_SUCH=VALUE."),
     ("-x NO_SUCH_* t.py", "-x NO_SUCH_*: no variable with such a name is set here. Set one, or leave it out."),
     ("-x =1 t.py", "-x takes NAME or NAME=VALUE, got '=1'."),
+    ("-x 'A B=3' t.py", "-x takes NAME or NAME=VALUE, got 'A B=3'."),
+    ("-x PWD,HOME t.py", "-x takes NAME or NAME=VALUE, got 'PWD,HOME'. Each variable has an -x."),
+    ("-x RANK=7 t.py", "-x RANK: ddprun sets it for each process."),
     ("--show-ranks 0-3 t.py", "argument --show-ranks: takes rank numbers separated by commas, or all, got '0-3'. See"),
     (
         "--nproc-per-node 0 t.py",
@@ -165,7 +164,7 @@ DDPRUN: list[Row] = [
         "--nproc_per_node: takes a number of at least 1, auto, cpu, gpu or xpu, got 'many'. See",
     ),
     ("--nnodes 0 t.py", "argument --nnodes: takes a number of at least 1, or MIN:MAX, got '0'. See"),
-    ("--nnodes 3 -H a,b t.py", "--nnodes 3 does not match the number of nodes, 2."),
+    ("--nnodes 3 -H a,b t.py", "--nnodes 3 does not match the number of nodes, 2. Name the nodes with -H"),
     (
         "--max-restarts -1 t.py",
         "--max_restarts: takes a whole number that is not negative, got '-1'. See",
@@ -175,6 +174,14 @@ DDPRUN: list[Row] = [
         "ddprun has no --node-rank: start ddprun once, for all nodes (-H or",
     ),
     ("-n2 t.py", "ddprun has no -n: it counts all processes. Name those of each node: --nproc-per-node N, or"),
+    ("-np 4 -H n1:2,n2:2 t.py", "ddprun has no -np: it counts all processes. Name those of each node: --nproc"),
+    ("-c 'print(1)'", "ddprun has no -c: name a file"),
+    ("--num_processes 2 t.py", "ddprun has no --num_processes: write --nproc-per-node N"),
+    ("--tee 3 t.py", "ddprun has no --tee: the output of every rank is saved in --log-dir; --show-ranks"),
+    ("--gpus=2 t.py", "ddprun has no --gpus: write --nproc-per-node N"),
+    ("--host n1,n2 t.py", "ddprun has no --host: write -H node1,node2"),
+    ("--ssh-port 2222 -H n1 t.py", "set a node's port in your ~/.ssh/config, or write --rsh 'ssh -p 2222'."),
+    ("--mca btl tcp t.py", "ddprun has no --mca: ssh or --rsh reaches the nodes"),
     ("--bind socket t.py", "argument --bind: takes none, core, numa, got 'socket'. See ddprun --help."),
     (
         "-H a -x CUDA_VISIBLE_DEVICES=GPU-7ef t.py",
@@ -194,6 +201,8 @@ DDPRUN: list[Row] = [
         "Use one of them.",
     ),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
+    ("--grace -1 t.py", "argument --grace: takes a positive number of seconds, got '-1'. See ddprun"),
+    ("--grace 90 --time-limit 60 t.py", "--time-limit must be longer than --grace (90 s), got 60."),
     ("--time-limit soon t.py", "argument --time-limit: takes a positive number of seconds, got 'soon'. See ddprun"),
     ("--rsh 'none-such {host}' t.py", "--rsh: program 'none-such' not found"),
     ("--rsh /bin/pbs_tmrsh t.py", "--rsh: /bin/pbs_tmrsh passes on"),

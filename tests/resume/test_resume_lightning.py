@@ -12,7 +12,6 @@ import gc
 import importlib
 import inspect
 import os
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from kit.compare import assert_equal
-from kit.ranks import Nursery, note, run_distributed
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from trainers import Net, joined, loader, outcome, quiet
@@ -41,16 +39,6 @@ pytestmark = pytest.mark.usefixtures("seed_variables")
 def test_a_fit_goes_on_from_every_moment() -> None:
     """A fit may stop at any moment."""
     cut_at_every_moment(run, "dropout_and_attributes")
-
-
-def fit_on_all(path: str) -> None:
-    """On a rank."""
-    fit(Path(path))
-
-
-def test_what_is_logged_with_sync_dist_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
-    fit(tmp_path / "run.ckpt", 6)
-    run_distributed(fit_on_all, 2, str(tmp_path / "run.ckpt"))
 
 
 def test_one_process_reads_the_value_of_a_step_that_two_have_logged() -> None:
@@ -405,34 +393,3 @@ def fit_by(package: str, path: Path, stop: int | None) -> dict[str, torch.Tensor
         options |= {"strategy": "ddp_callbacks", "accelerator": "cpu", "callbacks": [resume, stops]} | limits
         lightning.Trainer(**options).fit(module)
     return dict(module.state_dict())
-
-
-# --- a program --------------------------------------------------------------------------------------------------------
-
-
-class SignalsItself(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1 and trainer.fit_loop.total_batch_idx + 1 == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def program(path: str, is_signalled: bool) -> None:
-    """On a rank: a script."""
-    callbacks = [Resume(path), *([SignalsItself()] if is_signalled else [])]
-    module = Net()
-    made = trainer("ddp_callbacks", callbacks=callbacks, max_epochs=3)
-    fit_plainly(made, module)
-    note("steps", len(made.logger.lines))
-    note("parameters", [value.tolist() for value in module.state_dict().values()])
-
-
-def test_a_program_that_is_terminated_ends_with_75_and_goes_on(tmp_path: Path, nursery: Nursery) -> None:
-    """After SIGTERM all exit with 75, and can resume."""
-    path = str(tmp_path / "run.ckpt")
-    for rank in nursery.run(program, 2, tmp_path, path, True):
-        assert (rank.code, rank.notes) == (75, {}), rank.stderr
-    whole = fit(tmp_path / "whole.ckpt", max_epochs=3)
-    for rank in nursery.run(program, 2, tmp_path, path, False):
-        assert rank.code == 0, rank.stderr
-        assert 0 < rank.notes["steps"] < len(whole["logged"])
-        assert_equal(rank.notes["parameters"], [value.tolist() for value in whole["parameters"].values()], 1e-10)

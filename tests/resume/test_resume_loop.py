@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchbearer
+import trainers
 from kit.compare import assert_equal
 from kit.ranks import Nursery, note, run_distributed
 from loops import BATCHES, EPOCHS, Loop
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trials import data, trial
 from ways import RELATIVE, Way, in_each, prove
 
+import ddp_callbacks.lightning
 from ddp_callbacks import (
     CheckpointFile,
     Preemption,
@@ -94,7 +97,19 @@ def trial_program(path: str, when: int) -> Any:
     return [epoch["loss"] for epoch in history], [value.tolist() for value in made.state_dict()["model"].values()]
 
 
-PROGRAMS = {"loop": loop_program, "Trial": trial_program}
+def trainer_program(path: str, when: int) -> Any:
+    class Signals(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            signal_at(trainer.fit_loop.total_batch_idx + 1, when, resume.preemption)
+
+    resume, module = ddp_callbacks.lightning.Resume(path), trainers.Net()
+    with trainers.quiet():
+        made = trainers.trainer("ddp_callbacks", callbacks=[resume, Signals()], max_epochs=3)
+        made.fit(module, trainers.loader(shuffle=True), trainers.loader(13, 5, 9))
+    return made.global_step, [value.tolist() for value in module.state_dict().values()]
+
+
+PROGRAMS = {"loop": loop_program, "Trial": trial_program, "Trainer": trainer_program}
 
 
 def program(name: str, path: str, when: int) -> None:
@@ -102,11 +117,12 @@ def program(name: str, path: str, when: int) -> None:
     note("result", PROGRAMS[name](path, when))
 
 
+@pytest.mark.usefixtures("seed_variables")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_gets_a_signal_exits_with_75_and_the_next_start_goes_on(
     name: str, tmp_path: Path, nursery: Nursery
 ) -> None:
-    """After SIGTERM a Trial or a loop exits with 75, and resumes."""
+    """After SIGTERM a Trainer, a Trial or a loop exits with 75, and resumes."""
     for rank in nursery.run(program, 2, tmp_path, name, "run.pt", 7):
         assert (rank.code, rank.notes) == (75, {}), rank.stderr
     assert (tmp_path / "run.pt").exists()

@@ -53,6 +53,17 @@ def cut(made: Trial, epochs: int = 3) -> Preempted:
     return caught.value
 
 
+def asking(resume: Resume, epoch: int, batch: int | None) -> Any:
+    """Asks to stop behind this batch."""
+
+    @torchbearer.callbacks.on_step_training
+    def ask(state: Any) -> None:
+        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (epoch, batch):
+            resume.preemption.request("the test")
+
+    return ask
+
+
 def position_in(path: Path) -> tuple[int, int | None]:
     """Number of whole epochs, and of batches of the pass."""
     saved = CheckpointFile(path, weights_only=False).read()
@@ -78,98 +89,11 @@ def result(made: Trial) -> Any:
 def test_a_single_process_needs_no_ddp_callback(tmp_path: Path) -> None:
     """`Resume` alone keeps the bits of a Trial."""
     expected, resume = result(plain()), Resume(tmp_path / "run.pt")
-
-    @torchbearer.callbacks.on_step_training
-    def ask(state: Any) -> None:
-        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, 2):
-            resume.preemption.request("the test")
-
-    preempted = cut(plain(resume, ask))
+    preempted = cut(plain(resume, asking(resume, 1, 2)))
     assert (preempted.code, preempted.path) == (EXIT_PREEMPTED, str(tmp_path / "run.pt"))
     assert "the test on rank 0" in str(preempted)
     again = torchbearer.callbacks.on_step_training(lambda state: None)
     assert_equal(result(plain(Resume(tmp_path / "run.pt"), again)), expected, relative=0.0)
-
-
-class Uncertainty(nn.Module):
-    """A criterion with a parameter, buffers, and a plain count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.float64), persistent=False)
-        self.calls = 0
-
-    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(prediction, target)
-        if torch.is_grad_enabled():
-            self.steps += 1
-            self.calls += 1
-            self.mean.lerp_(loss.detach(), 0.1)
-        return (loss + 0.1 * self.mean) * (
-            -self.log_variance
-        ).exp() + self.log_variance * self.calls / self.steps.sqrt()
-
-
-class Counting(nn.Module):
-    """A model that anneals by an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network, self.calls = network(), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        return self.network(x) * (1 + 1 / (1 + self.calls))
-
-
-class Annealed:
-    """A criterion that is no module."""
-
-    calls = 0
-
-    def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += torch.is_grad_enabled()
-        return nn.functional.cross_entropy(prediction, target) * 0.9**self.calls
-
-
-SECOND, ITS_OPTIMIZER = torchbearer.state_key("second"), torchbearer.state_key("second_optimizer")
-
-
-class TrainsSecond(Callback):  # type: ignore[misc]
-    """Trains one more module in the Trial's state, as a discriminator is."""
-
-    def on_step_training(self, state: Any) -> None:
-        state[ITS_OPTIMIZER].zero_grad()
-        state[SECOND](state[torchbearer.X]).square().mean().backward()
-        state[ITS_OPTIMIZER].step()
-
-
-def with_state_of_its_own(criterion: Any, *resume: Callback) -> Any:
-    model, second = Counting(), network(3)
-    owned = [*model.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
-    made = trial(
-        [*resume], model, lambda _: torch.optim.SGD(owned, 0.1, momentum=0.9), criterion, callbacks=[TrainsSecond()]
-    )
-    made.state[SECOND], made.state[ITS_OPTIMIZER] = second, torch.optim.Adam(second.parameters())
-    found = train(made, loader(), loader(13, 5, 1))
-    return found, [*map(torch.clone, owned)], second.state_dict(), model.calls
-
-
-@pytest.mark.parametrize("criterion", [Uncertainty, Annealed])
-def test_the_state_of_a_criterion_and_of_other_modules_goes_on(criterion: Any, tmp_path: Path) -> None:
-    expected, resume = with_state_of_its_own(criterion()), Resume(tmp_path / "run.pt")
-
-    @torchbearer.callbacks.on_step_training
-    def ask(state: Any) -> None:
-        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (0, 3):
-            resume.preemption.request("the test")
-
-    with pytest.raises(Preempted):
-        with_state_of_its_own(criterion(), resume, ask)
-    again = torchbearer.callbacks.on_step_training(lambda state: None)
-    assert_equal(with_state_of_its_own(criterion(), Resume(tmp_path / "run.pt"), again), expected, relative=0.0)
 
 
 def test_torchbearer_alone_goes_on_from_the_file(tmp_path: Path) -> None:
@@ -250,13 +174,7 @@ class InAnObject(Total):
 def measured(folder: str, kind: type[Metric], cut: int | None) -> Any:
     """The rows of a metric, in a run that is asked to stop after a batch of the second epoch."""
     resume = Resume(Path(folder, "run.pt"))
-
-    @torchbearer.callbacks.on_step_training
-    def ask(state: Any) -> None:
-        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, cut):
-            resume.preemption.request("the test")
-
-    made = trial([DDPCallback(verify=None), resume, ask], metrics=[kind("own")])
+    made = trial([DDPCallback(verify=None), resume, asking(resume, 1, cut)], metrics=[kind("own")])
     made.with_train_generator(DataLoader(data(30), 6))
     with contextlib.suppress(Preempted):
         return [epoch["own"] for epoch in made.run(2)]
@@ -313,13 +231,8 @@ def evaluate_and_go_on(folder: str) -> list[int]:
     rows = Reads(*data(30).tensors)  # a comparison of the first batch would read, too
     for cut_at in (2, None):
         resume = Resume(Path(folder, "run.pt"))
-
-        @torchbearer.callbacks.on_step_training
-        def ask(state: Any, resume: Resume = resume, cut_at: int | None = cut_at) -> None:
-            if state[torchbearer.BATCH] == cut_at:
-                resume.preemption.request("the test")
-
-        made = plain(DDPCallback(verify=None), resume, ask).with_train_generator(DataLoader(rows, 6, shuffle=True))
+        made = plain(DDPCallback(verify=None), resume, asking(resume, 0, cut_at))
+        made.with_train_generator(DataLoader(rows, 6, shuffle=True))
         read = len(rows.read)
         made.evaluate(data_key=torchbearer.TRAIN_DATA)
         del rows.read[read:]

@@ -6,11 +6,8 @@ ways.py.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,8 @@ import torchmetrics
 from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
+from trainers import CLASSES, FEATURES, data, quiet
 from ways import Way
 
 import ddp_callbacks.lightning  # noqa: F401  it makes the strategy known
@@ -29,7 +27,6 @@ from ddp_callbacks import BatchNormSynchronizer
 Scenario = Callable[[Any], Any]
 SCENARIOS: dict[str, Scenario] = {}
 APART: dict[str, Scenario] = {}
-FEATURES, CLASSES = 6, 3
 
 
 def names(way: Way) -> list[str]:
@@ -47,20 +44,6 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without what Lightning says about how it is used here."""
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The `srun` command is available")
-        warnings.filterwarnings("ignore", "Metric `.*` will save all targets and predictions")
-        warnings.filterwarnings("ignore", "No (positive|negative) samples in targets|.*these classes")
-        warnings.filterwarnings("ignore", "torch.distributed.nn.functional.* is deprecated")
-        # A rank had no sample.
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
-        yield
-
-
 def fabric(strategy: Any, **options: Any) -> Fabric:
     """Launched and seeded."""
     made = Fabric(**({"accelerator": "cpu", "devices": 1, "strategy": strategy} | options))
@@ -76,12 +59,6 @@ def network(seed: int = 1) -> nn.Module:
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-
-
-def data(samples: int, seed: int = 0) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
-    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
 
 
 def loader(samples: int = 29, batch_size: int = 7, seed: int = 0, **options: Any) -> DataLoader[Any]:

@@ -119,6 +119,18 @@ class Build:
         raise NotImplementedError
 
 
+def of_parts(host: str, make: Callable[[Any], Build], *programs: str) -> Callable[[Any], Any]:
+    """A scenario: these programs, one after the other, each by the names of its parts."""
+
+    def built(within: Any, names: str) -> Any:
+        build: Any = make(within)
+        for name in names.split():
+            PARTS[host][name].add_to(build)
+        return build.run()
+
+    return lambda within: [built(within, names) for names in programs]
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import program_parts
+import program_parts_draws  # noqa: F401  (it adds its parts)
 import torch
 import torchmetrics
 import trainers
@@ -793,3 +795,21 @@ def fails_first(p: TrainerBuild, how: str) -> None:
 
     p.extend(on_train_batch_start=fail)
     p.before.append(attempt)
+
+
+# --- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def of_parts(name: str, *programs: str, seed: int = 0) -> None:
+    trainers.SCENARIOS[name] = program_parts.of_parts("trainer", functools.partial(TrainerBuild, seed), *programs)
+
+
+of_parts(
+    "parameters_changed_at_random_in_hooks",
+    "draws_in=on_train_epoch_start draws_in=on_train_epoch_end draws_in=on_validation_epoch_end "
+    "noise_in_gradients=numpy",
+)
+of_parts("hooks_that_end_an_epoch_and_freeze_a_layer", "ends_epochs_early freezes")
+of_parts("metrics_that_keep_more_than_states", "metric=minmax", "metric=running", seed=3)  # which are in training
+of_parts("a_stream_fitted_longer", "iterable_without_length fitted_longer")  # Lightning begins the stream again
+of_parts("a_fit_behind_one_that_raised", "fails_first=and_draws_on")  # other orders than those of the first

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import program_parts
+import program_parts_draws  # noqa: F401  (it adds its parts)
 import torch
 import torchbearer
 import trials
@@ -525,3 +527,22 @@ def fails_first(p: TrialBuild) -> None:
 
     p.callbacks.append(fail)
     p.before.insert(0, attempt)
+
+
+# --- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def of_parts(name: str, *programs: str) -> None:
+    trials.SCENARIOS[name] = program_parts.of_parts("trial", functools.partial(TrialBuild, 0), *programs)
+
+
+of_parts(
+    "criteria_that_count_their_calls",
+    "criterion_with_a_buffer",
+    "criterion_is_an_object",
+    "criterion_keeps_calls_in=object",
+)
+of_parts(
+    "parameters_changed_at_random_in_callbacks",
+    "draws_in=on_start_epoch draws_in=on_end_training draws_in=on_end_epoch noise_in_gradients=numpy",
+)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import program_parts_trainer  # noqa: F401  (it adds scenarios)
 import torch
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import (

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import logging
 import pickle
-import random
 import tempfile
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy
 import torch
 import torch.distributed as dist
 import torchmetrics
@@ -407,27 +405,6 @@ def checkpoints(strategy: Any) -> Any:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class DrawsAtEpochs(pl.Callback):
-    """Changes parameters at random, by all three libraries."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._add(pl_module)
-
-    on_train_epoch_end = on_validation_epoch_end = on_train_epoch_start
-
-    def _add(self, module: Any) -> None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(numpy.random.normal())
-                parameter.add_(0.1 * noise)
-
-
-@scenario
-def parameters_changed_at_random_in_hooks(strategy: Any) -> Any:
-    result = fit(strategy, callbacks=[DrawsAtEpochs()])
-    return result, [float(torch.rand(())), random.random(), float(numpy.random.rand())]
-
-
 class Stream(IterableDataset[Any]):
     """Without a length, so that Lightning fetches a batch ahead."""
 
@@ -475,21 +452,6 @@ def odd_loaders(strategy: Any) -> Any:
         "streams": fit(strategy, None, DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
         "weighted": fit(strategy, None, DataLoader(data(22), 5, sampler=weighted, drop_last=True)),
     }
-
-
-class EndsEarly(Net):
-    """Leaves an epoch, and freezes a layer in a hook that Lightning does not repeat in the middle of an epoch."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 2 else None
-
-    def on_train_epoch_start(self) -> None:
-        self.layers[0].requires_grad_(self.current_epoch < 1)
-
-
-@scenario
-def hooks_that_end_an_epoch_and_freeze_a_layer(strategy: Any) -> Any:
-    return fit(strategy, EndsEarly(), max_epochs=3)
 
 
 class TwoSources(Net):
@@ -1085,29 +1047,6 @@ def parameters_that_no_module_has(strategy: Any) -> Any:
     return found | {"kept": [*module.centres, *online.evaluator.parameters()]}
 
 
-class Extremes(Net):
-    """Metrics that keep something beside their states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.Accuracy("multiclass", num_classes=CLASSES))
-        self.recent = torchmetrics.wrappers.Running(torchmetrics.SumMetric(), 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.extremes.update(self(batch[0]).detach(), batch[1])
-        self.recent.update(batch[0][:, 0].mul(64).round() / 64)  # exact in float32
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        self.log_dict(self.extremes.compute() | {"recent": self.recent.compute()})
-        self.extremes.reset()
-
-
-@scenario
-def metrics_that_keep_more_than_states(strategy: Any) -> Any:
-    return fit(strategy, Extremes(), max_epochs=4)
-
-
 class DrawsAtStarts(pl.Callback):
     @torch.no_grad()
     def draw(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -1123,29 +1062,6 @@ def hooks_at_the_start_draw(strategy: Any) -> Any:
     made, module = trainer(strategy, callbacks=[DrawsAtStarts()]), Net()
     made.fit(module, train, validation)
     return outcome(made, module), made.validate(module, loader(13, 5, 9, shuffle=True), verbose=False)
-
-
-@scenario
-def a_stream_fitted_longer(strategy: Any) -> Any:
-    """Lightning fetches a batch ahead, and begins the stream again."""
-    made, module, stream = trainer(strategy), Net(), DataLoader(Stream(21), 4)
-    made.fit(module, stream)
-    made.fit_loop.max_epochs = 4
-    made.fit(module, stream)
-    return outcome(made, module)
-
-
-@scenario
-def a_fit_behind_one_that_raised(strategy: Any) -> Any:
-    """It draws on: other orders than those of the first."""
-    train = loader(shuffle=True)
-    with contextlib.suppress(ArithmeticError, PeerError):
-        fit(strategy, Fails(), train)
-    with torch.random.fork_rng():
-        made = trainer(strategy)
-    module = Net()
-    made.fit(module, train)
-    return outcome(made, module)
 
 
 class Drawing(Net):

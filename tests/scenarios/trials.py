@@ -398,32 +398,6 @@ def ours_behind_the_others_and_verifying(extra: Extra) -> Any:
     return train(trial(ours), DataLoader(data(30), 6, shuffle=True), DataLoader(data(13, 9), 5))
 
 
-class Annealed(nn.Module):
-    """A criterion with a memory, as a buffer and as a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
-        self.calls = 0
-
-    def forward(self: Any, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        self.calls += 1
-        weight = torch.clamp(self.steps / 20, max=1.0) + min(1.0, self.calls / 9)
-        return nn.functional.cross_entropy(prediction, target) + weight * prediction.square().mean()
-
-
-class AnnealedObject:
-    """One that is no module."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return nn.functional.cross_entropy(prediction, target) + min(1.0, self.calls / 9) * prediction.square().mean()
-
-
 class MovesATeacher(nn.Module):
     """In each forward of training, as its buffer counts."""
 
@@ -439,13 +413,6 @@ class MovesATeacher(nn.Module):
                 for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
                     slow.mul_(0.8).add_(fast, alpha=0.2)
         return self.layers(x) + min(1.0, int(self.calls) / 9) * self.teacher(x)
-
-
-@scenario
-def criteria_that_count_their_calls(extra: Extra) -> Any:
-    criteria: list[Any] = [Annealed(), AnnealedObject()]
-    found = [train(trial(extra(), criterion=each), DataLoader(data(30), 8)) for each in criteria]
-    return [*found, *(each.calls for each in criteria), criteria[0].steps]
 
 
 @scenario
@@ -640,17 +607,24 @@ def two_losses_with_a_backward_each(extra: Extra) -> Any:
     return [trained(nn.CrossEntropyLoss()), trained(nn.CrossEntropyLoss(reduction="sum"))]
 
 
+def without_events(state: Any) -> None:
+    """A closure."""
+    state[torchbearer.OPTIMIZER].zero_grad()
+    state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+    state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+    state[torchbearer.LOSS].backward()
+
+
 @exact
 def a_closure_without_events(extra: Extra) -> Any:
     """The last batch is smaller, and unevenly divided."""
+    return train(trial(extra()).with_closure(without_events), DataLoader(data(31), 7, shuffle=True))
 
-    def closure(state: Any) -> None:
-        state[torchbearer.OPTIMIZER].zero_grad()
-        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
-        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
-        state[torchbearer.LOSS].backward()
 
-    return train(trial(extra()).with_closure(closure), DataLoader(data(31), 7, shuffle=True))
+@scenario
+def a_sum_in_a_closure_without_events(extra: Extra) -> Any:
+    made = trial(extra(), criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=SMALL_STEPS)
+    return train(made.with_closure(without_events), DataLoader(data(31), 7, shuffle=True))
 
 
 FIRST, SECOND = torchbearer.state_key("first"), torchbearer.state_key("second")
@@ -811,38 +785,19 @@ def several_trials_in_one_process(extra: Extra) -> Any:
     return [fold(seed) for seed in range(3)]
 
 
-class DrawsAtEpochs(Callback):
-    """Changes parameters at random, by all three libraries."""
-
-    def on_start_epoch(self, state: Any) -> None:
-        self._add(state, 0.05)
-
-    def on_end_training(self, state: Any) -> None:
-        self._add(state, 0.1)
-
-    def on_end_epoch(self, state: Any) -> None:
-        with torch.no_grad():
-            weight = state[torchbearer.MODEL][0].weight
-            weight.mul_(torch.rand_like(weight) > 0.1)
-
-    def _add(self, state: Any, scale: float) -> None:
-        with torch.no_grad():
-            for parameter in state[torchbearer.MODEL].parameters():
-                noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(numpy.random.normal())
-                parameter.add_(scale * noise)
-
-
 class Uncertainty(nn.Module):
-    """Weighs two losses by learned variances, and counts its calls in a buffer."""
+    """Weighs two losses by learned variances, and counts its calls in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log_var = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("steps", torch.tensor(0.0, dtype=torch.float64), persistent=False)
 
     def forward(self: Any, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.calls += self.training
-        losses = torch.stack([nn.functional.cross_entropy(scores, target), scores.square().mean()])
+        self.steps += torch.is_grad_enabled()
+        losses = torch.stack([nn.functional.cross_entropy(scores, target), scores.square().mean() * self.steps.sqrt()])
         return (self.log_var.neg().exp() * losses + self.log_var).sum()
 
 
@@ -854,6 +809,33 @@ def a_criterion_that_is_trained(extra: Extra) -> Any:
     return result, criterion.log_var.detach().clone()
 
 
+CRITIC, ITS_OPTIMIZER = torchbearer.state_key("critic"), torchbearer.state_key("critic_optimizer")
+
+
+@scenario
+def a_second_model_in_the_state(extra: Extra) -> Any:
+    """As a discriminator is, beside a criterion that is trained."""
+
+    def closure(state: Any) -> None:
+        base(state)
+        state[ITS_OPTIMIZER].zero_grad()
+        state[CRITIC](state[torchbearer.Y_PRED].detach()).square().mean().backward()
+        state[ITS_OPTIMIZER].step()
+
+    base = torchbearer.bases.base_closure(
+        *(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, torchbearer.Y_TRUE),
+        *(torchbearer.CRITERION, torchbearer.LOSS, torchbearer.OPTIMIZER),
+    )
+    torch.manual_seed(3)
+    criterion, critic = Uncertainty(), nn.Linear(CLASSES, 1).double()
+    made = trial(
+        extra(), None, lambda own: torch.optim.SGD([*own, *criterion.parameters()], 0.1, momentum=0.9), criterion
+    )
+    made.state[CRITIC], made.state[ITS_OPTIMIZER] = critic, torch.optim.Adam(critic.parameters(), 0.01)
+    result = train(made.with_closure(closure), DataLoader(data(19), 4), DataLoader(data(13, 9), 5))
+    return result, criterion.log_var.detach().clone(), critic.weight.detach().clone()
+
+
 @scenario
 def a_parameter_that_only_the_optimizer_has(extra: Extra) -> Any:
     scale = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
@@ -863,15 +845,6 @@ def a_parameter_that_only_the_optimizer_has(extra: Extra) -> Any:
 
     made = trial(extra(), None, lambda own: torch.optim.Adam([*own, scale], 0.05), criterion)
     return train(made, DataLoader(data(29), 8, shuffle=True)), scale.detach().clone()
-
-
-@scenario
-def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
-    made = trial(extra(), callbacks=[DrawsAtEpochs()])
-    random.seed(3)
-    numpy.random.seed(3)
-    result = train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
-    return result, float(numpy.random.rand())
 
 
 class EvaluatesBetweenEpochs(Callback):
@@ -1045,3 +1018,6 @@ def gradients_that_are_compressed(extra: Extra) -> Any:
     model = nn.Sequential(network(), nn.Linear(CLASSES, 64), nn.Linear(64, CLASSES)).double()
     made = trial(extra(compress="bf16"), model=model)
     return train(made, DataLoader(data(30), 6, shuffle=True))
+
+
+import program_parts_trial  # noqa: E402, F401  (it adds scenarios)

@@ -10,13 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from kit.compare import assert_equal
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from trainer_cases import OURS, RELATIVE, Bodies, message_of, quiet
-from trainers import Net, fit, loader, outcome, trainer
+from trainers import Net, fit, halving, loader, outcome, trainer
 
 from ddp_callbacks.checkpoints import transfer
 from ddp_callbacks.lightning import CallbackStrategy
@@ -59,10 +58,6 @@ def mishaps() -> dict[str, str]:
 
 def loaders() -> Any:
     return loader(29, 8), loader(13, 5, 9)
-
-
-def halving(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
 def run_twice(strategy: Any, path: Any, folder: Path, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader
 from trainer_cases import OURS, PLAIN, RELATIVE, TWO, Bodies, message_of, on_one, quiet
-from trainers import Net, Normalized, data, fit, loader, outcome, trainer
+from trainers import Net, Normalized, data, fit, halving, loader, outcome, trainer
 from ways import Way
 
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
@@ -199,10 +199,6 @@ def test_the_callback_changes_nothing_beside_the_strategy(strategy: str) -> Any:
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def halving(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
 def save_in_the_middle(strategy: str, path: Path) -> Path:

@@ -38,7 +38,7 @@ WAYS = {
 
 @in_each("trials", WAYS)
 def test_a_trial_in_any_way_has_the_numbers_of_one_process(way: Way, name: str) -> None:
-    """On N processes a Trial gives one process's numbers."""
+    """On N processes a Trial gives one process's numbers, also of models and optimizers under keys of your own."""
     prove("trials", way, name)
 
 

@@ -311,8 +311,6 @@ MOMENTS: dict[str, tuple[set[int], int]] = {
     "during-save-1": ({0}, 0),
     "before-replace-1": ({0}, 0),
     "after-replace-1": ({0, 1}, 0),
-    "before-remove-1": ({0, 1}, 0),
-    "after-remove-1": ({1}, 0),
     "before-replace-2": ({1}, 0),
     "after-replace-2": ({1}, 1),
 }

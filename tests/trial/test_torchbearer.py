@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, Re
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
+
+
+def as_on_one(body: Callable[[list[Any]], Any]) -> Any:
+    """A test that it returns with ``DDPCallback`` what it returns without."""
+
+    def test() -> None:
+        assert_equal(body([DDPCallback()]), body([]), relative=1e-10)
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return WORLD(test)
 
 
 def numbered(samples: int) -> TensorDataset:
@@ -68,41 +78,20 @@ class CountsApart(Normalized):
         return super().forward(x)
 
 
-@WORLD.runs(TWO)
-def batch_norm() -> Any:
-    """With each rank's own statistics from before they are merged, and its samples."""
-    own: dict[str, Any] = {"samples": 0}
-
-    @torchbearer.callbacks.on_sample
-    def count(state: Any) -> None:
-        own["samples"] += state[SHARE].local
-
-    @torchbearer.callbacks.on_step_training
-    def look(state: Any) -> None:
-        norm = state[torchbearer.MODEL].norm
-        own["norm.running_mean"], own["norm.running_var"] = norm.running_mean.clone(), norm.running_var.clone()
-
-    made = trial([DDPCallback()], model=CountsApart(), callbacks=[count, look])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "buffer steps differed")
-        found = train(made, DataLoader(data(28), 7, shuffle=True), DataLoader(data(12, 9), 5), epochs=1)
-    return found | {"own": own}
-
-
+@WORLD
 def test_running_statistics_are_the_mean_over_the_ranks_weighted_by_samples() -> None:
     """Running statistics average by samples; other buffers follow rank 0."""
-    results = WORLD.returned(batch_norm)
-    owns = [result["own"] for result in results]
-    samples = [own["samples"] for own in owns]
-    assert samples == [16, 12]
-    for name in ("norm.running_mean", "norm.running_var"):
-        expected = sum(own["samples"] * own[name] for own in owns) / sum(samples)
-        for result in results:
-            torch.testing.assert_close(result["parameters"][name], expected, rtol=1e-12, atol=0)
-    first, second = results
-    assert first["parameters"]["steps"] == 4
-    assert_equal(second["parameters"], first["parameters"], relative=0.0)
-    assert_equal(second["history"], first["history"], relative=0.0)
+    rows, model = data(28), CountsApart()
+    made = trial([DDPCallback()], model=model).with_generators(DataLoader(rows, 7), DataLoader(data(12, 9), 5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "buffer steps differed")
+        history = made.run(1)
+    parts = rows.tensors[0].view(4, 7, FEATURES).split([4, 3], 1)
+    expected = sum(part.var(1).mean(0) * part.shape[1] / 7 for part in parts)
+    torch.testing.assert_close(model.norm.running_mean, rows.tensors[0].mean(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.norm.running_var, expected, rtol=1e-12, atol=0)
+    assert model.steps == 4
+    assert_equal(*by_rank([parameters(made), [dict(epoch) for epoch in history]]), 0.0)
 
 
 @WORLD
@@ -114,33 +103,6 @@ def test_a_rank_without_a_sample_counts_nowhere_in_the_running_statistics() -> N
     trained = trial([DDPCallback()], model=model)
     trained.with_generators(DataLoader(TensorDataset(images, torch.arange(3)), 2)).run(1)  # the last batch is one image
     torch.testing.assert_close(model[0].running_mean, images.mean().view(1), rtol=1e-12, atol=0)
-
-
-@WORLD
-def test_a_second_model_in_the_state_trains_as_on_one_process() -> None:
-    """Models and optimizers under keys of your own are synchronized."""
-    critic_key, optimizer_key = torchbearer.state_key("critic"), torchbearer.state_key("critic_optimizer")
-
-    def run(callbacks: list[Any]) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        model, critic = nn.Linear(FEATURES, CLASSES).double(), nn.Linear(CLASSES, 1).double()
-
-        def closure(state: Any) -> None:
-            base(state)
-            state[optimizer_key].zero_grad()
-            state[critic_key](state[torchbearer.Y_PRED].detach()).square().mean().backward()
-            state[optimizer_key].step()
-
-        base = torchbearer.bases.base_closure(
-            *(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, torchbearer.Y_TRUE),
-            *(torchbearer.CRITERION, torchbearer.LOSS, torchbearer.OPTIMIZER),
-        )
-        made = trial(callbacks, model=model).with_train_generator(DataLoader(data(19), 4))
-        made.state[critic_key], made.state[optimizer_key] = critic, torch.optim.Adam(critic.parameters(), 0.01)
-        made.with_closure(closure).run(2)
-        return {**model.state_dict(), **{f"critic.{name}": value for name, value in critic.state_dict().items()}}
-
-    assert_equal(run([DDPCallback()]), run([]), 1e-10)
 
 
 class Zipped(DataLoader[Any]):
@@ -506,7 +468,10 @@ def look(made: Trial) -> list[Any]:
     return [made.evaluate(), made.predict(), made.predict(data_key=torchbearer.VALIDATION_DATA)]
 
 
-def looks_within_a_run(ddp: list[Callback]) -> list[Any]:
+@as_on_one
+def test_a_callback_that_evaluates_and_predicts_within_a_run_sees_all_data_and_so_do_calls_after_it(
+    ddp: list[Callback],
+) -> list[Any]:
     seen: list[Any] = []
 
     @torchbearer.callbacks.on_end_epoch
@@ -519,11 +484,6 @@ def looks_within_a_run(ddp: list[Callback]) -> list[Any]:
     made.run(2)
     assert loaders == (made.state[torchbearer.TRAIN_DATA], made.state[torchbearer.TEST_DATA])
     return [*seen, look(made), parameters(made)]
-
-
-@WORLD
-def test_a_callback_that_evaluates_and_predicts_within_a_run_sees_all_data_and_so_do_calls_after_it() -> None:
-    assert_equal(looks_within_a_run([DDPCallback()]), looks_within_a_run([]), relative=1e-10)
 
 
 @WORLD
@@ -573,34 +533,15 @@ def test_an_evaluation_within_a_prediction_sees_all_samples_once() -> None:
         assert_equal(looks([DDPCallback()], event), looks([], event), relative=1e-10)
 
 
-@WORLD
-def test_a_prediction_of_data_with_targets_has_the_metrics_of_one_process() -> None:
-    def metrics(ddp: list[Callback]) -> list[dict[str, float]]:
-        seen: list[dict[str, float]] = []
-        watch = Callback()
-        watch.on_end_epoch = lambda state: seen.append(dict(state[torchbearer.METRICS]))
-        made = trial(ddp, callbacks=[watch]).with_val_generator(DataLoader(data(10, 9), 2))
-        made.predict(data_key=torchbearer.VALIDATION_DATA)
-        return seen
-
-    found = metrics([])
-    assert found[0]["val_loss"] > 0
-    assert_equal(metrics([DDPCallback()]), found, relative=1e-10)
-
-
-@WORLD
-def test_after_a_pass_that_raised_all_processes_have_the_same_running_loss() -> None:
-    def fail(state: Any) -> None:
-        if state[torchbearer.BATCH] == 2:
-            del watch.on_backward
-            raise KeyError("enough")
-
+@as_on_one
+def test_a_prediction_of_data_with_targets_has_the_metrics_of_one_process(ddp: list[Callback]) -> list[Any]:
+    seen: list[dict[str, float]] = []
     watch = Callback()
-    watch.on_backward = fail
-    made = looked_at([DDPCallback()], callbacks=[watch])
-    with contextlib.suppress(KeyError, PeerError):
-        made.run(1)
-    assert_equal(*by_rank([dict(epoch) for epoch in made.run(2)]), 0.0)
+    watch.on_end_epoch = lambda state: seen.append(dict(state[torchbearer.METRICS]))
+    made = trial(ddp, callbacks=[watch]).with_val_generator(DataLoader(data(10, 9), 2))
+    made.predict(data_key=torchbearer.VALIDATION_DATA)
+    assert seen[0]["val_loss"] > 0
+    return seen
 
 
 class Fails(Callback):  # type: ignore[misc]
@@ -636,42 +577,38 @@ def test_data_that_a_trial_has_predicted_are_freed() -> None:
     assert [storage() is None for storage in kept] == [True, True, False]  # the Trial has the last one
 
 
-@WORLD
-def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process() -> None:
-    def trained(ddp: list[Callback]) -> Any:
-        def fail(state: Any) -> None:
-            del watch.on_end_validation
+@as_on_one
+def test_a_run_after_a_prediction_that_raised_has_the_numbers_of_one_process(ddp: list[Callback]) -> list[Any]:
+    def fail(state: Any) -> None:
+        del watch.on_end_validation
+        raise KeyError("enough")
+
+    watch = Callback()
+    watch.on_end_validation = fail
+    made = looked_at(ddp, callbacks=[watch])
+    with contextlib.suppress(KeyError, PeerError):
+        made.predict()
+    return [made.run(2), made.evaluate(), parameters(made)]
+
+
+@as_on_one
+def test_a_run_after_one_that_raised_in_a_pass_has_the_order_and_the_means_of_one_process(ddp: list[Callback]) -> Any:
+    def fail(state: Any) -> None:
+        if state[torchbearer.EPOCH] == state[torchbearer.BATCH] == 1:
+            del watch.on_backward
             raise KeyError("enough")
 
-        watch = Callback()
-        watch.on_end_validation = fail
-        made = looked_at(ddp, callbacks=[watch])
-        with contextlib.suppress(KeyError, PeerError):
-            made.predict()
-        return [made.run(2), made.evaluate(), parameters(made)]
-
-    assert_equal(trained([DDPCallback()]), trained([]), relative=1e-10)
-
-
-@WORLD
-def test_a_run_after_one_that_raised_in_a_pass_draws_the_order_of_one_process() -> None:
-    def trained(ddp: Any) -> list[Any]:
-        def fail(state: Any) -> None:
-            if state[torchbearer.EPOCH] == state[torchbearer.BATCH] == 1:
-                del watch.on_backward
-                raise KeyError("enough")
-
-        watch = Callback()
-        watch.on_backward = fail
-        made = trial(ddp, callbacks=[watch])
-        made.with_generators(DataLoader(numbered(20), 6, shuffle=True), DataLoader(data(9, 3), 4, shuffle=True))
-        with contextlib.suppress(KeyError, PeerError):
-            made.run(3)
-        drawn = draws()
-        losses = [[epoch["loss"], epoch["val_loss"]] for epoch in made.run(3)]  # running means forget what has failed
-        return [drawn, losses, parameters(made)]
-
-    assert_equal(trained([DDPCallback()]), trained([]), relative=1e-10)
+    watch = Callback()
+    watch.on_backward = fail
+    made = trial(ddp, callbacks=[watch])
+    made.with_generators(DataLoader(numbered(20), 6, shuffle=True), DataLoader(data(9, 3), 4, shuffle=True))
+    with contextlib.suppress(KeyError, PeerError):
+        made.run(3)
+    drawn = draws()
+    history = [dict(epoch) for epoch in made.run(3)]
+    assert_equal(*by_rank(history), 0.0)
+    losses = [[epoch["loss"], epoch["val_loss"]] for epoch in history]  # running means forget what has failed
+    return [drawn, losses, parameters(made)]
 
 
 @WORLD
@@ -687,15 +624,11 @@ def test_resume_behind_a_run_that_raised_does_not_raise_its_error_again() -> Non
         train(trial([DDPCallback(), Resume(Path(folder, "run.pt"))]), DataLoader(data(20), 6))
 
 
-@WORLD
-def test_predictions_of_more_steps_than_batches_have_the_order_of_one_process_also_in_a_callback() -> None:
+@as_on_one
+def test_predictions_of_more_steps_than_batches_have_the_order_of_one_process_also_in_a_callback(ddp: Any) -> Any:
     rows = DataLoader(TensorDataset(data(13, 3).tensors[0]), 5)
-
-    def predicted(ddp: list[Callback]) -> Any:
-        trials = [trial(ddp), trial(ddp, callbacks=[torchbearer.callbacks.AggregatePredictions()])]
-        return [made.with_test_generator(rows, steps).predict() for made in trials for steps in (2, 5, 7, 9)]
-
-    assert_equal(predicted([DDPCallback()]), predicted([]), relative=1e-10)
+    trials = [trial(ddp), trial(ddp, callbacks=[torchbearer.callbacks.AggregatePredictions()])]
+    return [made.with_test_generator(rows, steps).predict() for made in trials for steps in (2, 5, 7, 9)]
 
 
 @WORLD
@@ -703,22 +636,6 @@ def test_batches_too_short_for_batch_norm_train_on_fewer_processes_after_a_predi
     made = looked_at([DDPCallback()], model=normalized())
     made.predict()
     made.run(1)
-
-
-@WORLD
-def test_a_sum_in_a_closure_that_calls_no_on_criterion_has_the_gradient_of_one_process() -> None:
-    def closure(state: Any) -> None:
-        state[torchbearer.OPTIMIZER].zero_grad()
-        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
-        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
-        state[torchbearer.LOSS].backward()
-
-    def trained(ddp: list[Callback]) -> Any:
-        made = trial(ddp, criterion=nn.CrossEntropyLoss(reduction="sum"), metrics=[]).with_closure(closure)
-        made.with_train_generator(DataLoader(data(11), 4)).run(1)
-        return parameters(made)
-
-    assert_equal(trained([DDPCallback(verify=None)]), trained([]), relative=1e-10)
 
 
 def own_losses(state: Any) -> None:
