@@ -398,6 +398,34 @@ def ours_behind_the_others_and_verifying(extra: Extra) -> Any:
     return train(trial(ours), DataLoader(data(30), 6, shuffle=True), DataLoader(data(13, 9), 5))
 
 
+class SumsLosses(Callback):
+    """It stops in the fourth epoch, once a loss is small."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def on_step_training(self, state: Any) -> None:
+        self.total += state[torchbearer.LOSS].item()
+        state[torchbearer.STOP_TRAINING] |= bool(state[torchbearer.LOSS] < 1.0) and state[torchbearer.EPOCH] == 3
+
+    def on_end_epoch(self, state: Any) -> None:
+        state[torchbearer.METRICS]["summed"] = self.total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        self.total = state_dict["total"]
+        return self
+
+
+@scenario
+def callbacks_that_read_losses(extra: Extra) -> Any:
+    rows = DataLoader(data(29), 8, shuffle=True)
+    summed = trial(extra(), criterion=nn.CrossEntropyLoss(reduction="sum"), callbacks=[SumsLosses()])
+    return [train(trial(extra(), callbacks=[SumsLosses()]), rows, epochs=6), train(summed, rows)]
+
+
 class MovesATeacher(nn.Module):
     """In each forward of training, as its buffer counts."""
 
