@@ -13,10 +13,22 @@
   :mod:`.hierarchical`
 """
 
-from ddp_callbacks.comm.agreement import require_agreement as require_agreement
-from ddp_callbacks.comm.collectives import all_gather_object as all_gather_object
-from ddp_callbacks.comm.collectives import all_reduce as all_reduce
-from ddp_callbacks.comm.collectives import any_rank as any_rank
-from ddp_callbacks.comm.collectives import barrier as barrier
-from ddp_callbacks.comm.collectives import broadcast as broadcast
-from ddp_callbacks.comm.collectives import broadcast_object as broadcast_object
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.collectives import (
+    all_gather_object,
+    all_reduce,
+    any_rank,
+    barrier,
+    broadcast,
+    broadcast_object,
+)
+
+__all__ = [
+    "all_gather_object",
+    "all_reduce",
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "require_agreement",
+]
