@@ -328,6 +328,7 @@ class AverageParameters(WeighsLoss):
         self._sync, self._loss_weight = sync, LossWeight(weight, reduction)
         self.averager: ParameterAverager | None = None
         self._weight = 1.0  # this rank's weight in the current step
+        self._is_weighed = False  # whether the current step's loss has been
         self._put_back: Callable[[], None] | None = None
 
     @contextmanager
@@ -345,11 +346,12 @@ class AverageParameters(WeighsLoss):
             self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
 
     def on_sample(self, state: State) -> None:
-        self._weight = float(share_of(state).local)
+        self._weight, self._is_weighed = float(share_of(state).local), False
         in_training_pass(self.averager).follow()
 
     def weigh(self, state: State, criterion: Node | None) -> None:
         """Weigh the loss, as long as a single process's."""
+        self._is_weighed = True
         if self.world_size == 1:
             return
         self._weight, _ = self._loss_weight.of(state)
@@ -367,6 +369,12 @@ class AverageParameters(WeighsLoss):
             self._put_back = None
 
     def on_step_training(self, state: State) -> None:
+        if self.world_size > 1 and not self._is_weighed and self._loss_weight.reduction(state) == "sum":
+            raise ConfigurationError(
+                f'sync={self._sync} weighs a sum (reduction="sum") in on_criterion, which this closure (with_closure) '
+                "has not called. Call state[torchbearer.CALLBACK_LIST].on_criterion(state) before backward, or take "
+                "the mean."
+            )
         in_training_pass(self.averager).step(self._weight)
 
     def on_end_training(self, state: State) -> None:

@@ -12,14 +12,16 @@ import torchbearer
 from diloco import OuterStep, vector
 from kit.compare import assert_equal
 from shared_worlds import Bodies
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchbearer import Callback
 from torchbearer.callbacks import MostRecent
-from trials import SCENARIOS, Extra, data, normalized, train, trial
+from trials import SCENARIOS, Extra, data, normalized, train, trial, without_events
 from ways import Way, alone
 
 from ddp_callbacks import DiLoCo, LocalSGD
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer import SHARE, DDPCallback
 
 pytestmark = pytest.mark.shares_results()
@@ -119,3 +121,19 @@ def test_a_checkpoint_has_the_averaged_model_and_merged_statistics() -> None:
     assert_equal(dict(saved), first["parameters"], 0.0)
     assert_equal(second["parameters"], first["parameters"], 0.0)
     assert_equal(second["history"], first["history"], 0.0)
+
+
+@WORLD
+def a_sum_without_on_criterion() -> str:
+    made = trial([DDPCallback(sync=LocalSGD(1))], criterion=nn.CrossEntropyLoss(reduction="sum"))
+    with pytest.raises(ConfigurationError) as raised:
+        train(made.with_closure(without_events), DataLoader(data(12), 4))
+    return str(raised.value)
+
+
+def test_a_sum_in_a_closure_that_does_not_call_on_criterion_is_refused() -> None:
+    # Its local steps were half as long as those of one process.
+    for text in WORLD.returned(a_sum_without_on_criterion):
+        assert (
+            'weighs a sum (reduction="sum") in on_criterion, which this closure (with_closure) has not called' in text
+        )
