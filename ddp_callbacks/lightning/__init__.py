@@ -11,7 +11,7 @@ strategy of Fabric; ``strategy_processes`` is common to both. A run of a Trainer
         its end                          a step that all ranks skip is skipped: skipping
       backward                           the loss is weighed; gradients are synchronized while backward runs
       on_after_backward                  the gradients are those of the whole batch: clip here
-      on_train_batch_end                 logged values are joined, before a logger may write them
+      on_train_batch_end                 logged values are joined, before a logger or a user's hook reads: batch_ends
       the end of the batch               the ranks may act on what one of them wants, such as to stop: decisions
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
     predict                              each rank computes whole batches in turn: predictions

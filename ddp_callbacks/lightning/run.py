@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Held
-from ddp_callbacks.data.collected import Collected, functions_of, name_any
+from ddp_callbacks.data.collected import Collected
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
@@ -24,6 +24,7 @@ from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, verify_first_batch
+from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, methods_that_read_logged, reads_loss
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -39,11 +40,6 @@ from ddp_callbacks.replicas.checks import ReplicaChecks
 from ddp_callbacks.replicas.parameters import checksum_of_replica, merge_buffers, require_equal_replicas
 
 _SKIPS, _READS = "the decision to skip a step", "the decision to log a step"
-_BATCH_END, _LOSS, _LOGGED = (
-    "on_train_batch_end",
-    "loss",
-    ("callback_metrics", "logged_metrics", "progress_bar_metrics"),
-)
 SKIPPED = object()
 """What Lightning gets instead of ``None`` if ``training_step`` has returned ``None`` on every rank."""
 
@@ -92,7 +88,7 @@ class Run:
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
-        for owner, name in _reading_logged(trainer.lightning_module, *trainer.callbacks):
+        for owner, name in methods_that_read_logged(trainer.lightning_module, *trainer.callbacks):
             self._exit.before(owner, name, self._before_monitor)
         self._draw_in_hooks(trainer)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
@@ -327,13 +323,13 @@ class Run:
         self.decisions.pass_moment()
         if self._is_automatic and self._local is None:
             for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
-                if _parts.compares_losses(owner) or _names(owner, _LOSS):
-                    self._exit.replace(owner, _BATCH_END, self._with_joint_loss)
+                if reads_loss(owner):
+                    self._exit.replace(owner, BATCH_END, self._with_joint_loss)
 
     def _with_joint_loss(self, hook: Callable[..., None], *args: Any) -> None:
         *before, outputs, batch, batch_idx = args
-        if outputs and _LOSS in outputs:
-            outputs = outputs | {_LOSS: self._joined(lambda: outputs[_LOSS])()}
+        if outputs and LOSS in outputs:
+            outputs = outputs | {LOSS: self._joined(lambda: outputs[LOSS])()}
         hook(*before, outputs, batch, batch_idx)
 
     def end(self) -> None:
@@ -437,21 +433,6 @@ class Run:
         """Whether this rank has no sample of the batch that is being computed."""
         results = _logged.results_of(self._trainer)
         return results is not None and results.is_in_batch and self.batches.is_padding
-
-
-def _reading_logged(*owners: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the methods before which to join what was logged: those of ModelCheckpoint and EarlyStopping, and hooks."""
-    for owner in owners:
-        yield from ((owner, name) for name in _parts.MONITORED if hasattr(owner, name))
-        if _names(owner, *_LOGGED):
-            yield owner, _BATCH_END
-
-
-def _names(owner: Any, *words: str) -> bool:
-    """Whether a user's hook at the end of a training batch, or what it may call, names one of these in its code."""
-    functions = {each.__name__: each for each in functions_of(owner)}
-    may_read = [each for name, each in functions.items() if name == _BATCH_END or not name.startswith("on_")]
-    return _BATCH_END in functions and name_any(may_read, *words)
 
 
 def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -203,6 +203,18 @@ def test_an_exception_in_a_hook_comes_out_of_backward() -> None:
         train_ours(lambda: (None, hook))
 
 
+@WORLD
+def test_a_model_whose_buckets_change_is_refused_as_a_hook_may_keep_state_for_each() -> None:
+    model = make_model()
+    synchronizer = GradientSynchronizer(model, comm_hook=allreduce_hook)
+    model[4] = nn.Linear(32, 8).double()  # of the same shapes
+    synchronizer.follow()
+    model[4] = nn.Linear(32, 9).double()
+    with pytest.raises(ConfigurationError, match="keep state for each bucket"):
+        synchronizer.follow()
+    synchronizer.close()
+
+
 def test_grad_bucket_has_the_methods_of_torchs() -> None:
     """`GradBucket` has torch's methods."""
     assert {name for name in dir(dist.GradBucket) if not name.startswith("_")} <= set(dir(GradBucket))
