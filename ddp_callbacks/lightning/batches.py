@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader, share_of_own
@@ -97,15 +97,17 @@ def weighed_backward(
 def joint_loss(closure: Callable[[], Any], weight_and_total: Callable[[], tuple[float, float]]) -> Any:
     """Return the loss of the whole batch, computed from those that ``closure`` returns for the parts. A collective.
 
+    Under NCCL the host does not wait for it.
+
     If ``closure`` returns ``None``, so does this.
     """
     loss = closure()
     if loss is None:
         return None
     weight, total = weight_and_total()
-    part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over no sample is NaN
-    joined = sum(all_gather_object(part, "the loss"))
-    return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
+    wide = loss.detach().double()
+    part = wide * (weight / total) if weight else torch.zeros_like(wide)  # the mean over no sample is NaN
+    return all_reduce(part, "the loss").to(loss.dtype)
 
 
 class Batches:

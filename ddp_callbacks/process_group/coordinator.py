@@ -112,7 +112,7 @@ class Coordinator:
     def lose(self, rank: int, now: float, why: str = "") -> Sent:
         """Handle the end of a rank's connection; ``why`` is known unless the rank itself has ended it."""
         self._forget(rank)
-        if rank not in self._left and rank not in self._gone:
+        if rank not in self._left:
             self._bury([rank], why)
         self._hear_of(rank, now, math.inf)
         return self._take()

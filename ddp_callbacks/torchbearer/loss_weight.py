@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torchbearer
 
-from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.data.shares import Share, loss_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.cross_entropy import cross_entropy_weight
@@ -67,10 +66,10 @@ class LossWeight:
             group: The ranks' process group.
         """
         loss, (weight, total) = state[torchbearer.LOSS].detach(), self.of(state)
-        own = [float(loss) * weight if weight else 0.0, weight]  # the mean over no sample is NaN
-        losses, weights = map(sum, zip(*all_gather_object(own, "the loss", group), strict=True))
-        whole = weights if total is None else total
-        return torch.tensor(losses / whole if whole else math.nan, dtype=loss.dtype, device=loss.device)
+        wide = loss.double()
+        part = wide * weight if weight else torch.zeros_like(wide)  # the mean over no sample is NaN
+        sums = all_reduce(torch.stack([part, torch.full_like(wide, weight)]), "the loss", group)
+        return (sums[0] / (sums[1] if total is None else total)).to(loss.dtype)
 
     def of_samples(self, state: State) -> tuple[float, float | None]:
         """Return the same from the numbers of samples alone, before the loss is computed. Local.
