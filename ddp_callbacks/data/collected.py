@@ -199,9 +199,10 @@ def functions_of(owner: Any) -> list[FunctionType]:
     return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
 
 
-def name_any(functions: Iterable[FunctionType], *words: str) -> bool:
-    """Whether the code of any of these functions has one of these names, or of these texts."""
-    return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in functions)
+def may_read(owner: Any, hook: str, *words: str) -> bool:
+    """Whether a hook of the user's, or what it may call, has one of these names or texts in its code."""
+    called = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
+    return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in called)
 
 
 def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddp_callbacks.data.collected import functions_of, name_any
+from ddp_callbacks.data.collected import functions_of, may_read
 from ddp_callbacks.lightning import _parts
 
 BATCH_END, LOSS = "on_train_batch_end", "loss"
@@ -26,7 +26,5 @@ def methods_that_read_logged(*owners: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _may_read(owner: Any, *words: str) -> bool:
-    """Whether a user's hook at the end of a batch, or what it may call, has one of these words in its code."""
-    functions = {each.__name__: each for each in functions_of(owner)}
-    called = [each for name, each in functions.items() if name == BATCH_END or not name.startswith("on_")]
-    return BATCH_END in functions and name_any(called, *words)
+    is_there = any(each.__name__ == BATCH_END for each in functions_of(owner))
+    return is_there and may_read(owner, BATCH_END, *words)

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.data.bad_batches import BadBatches, check_optimizer, check_skip_batch, fault_of
-from ddp_callbacks.data.collected import functions_of, name_any
+from ddp_callbacks.data.collected import may_read
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -160,9 +160,8 @@ class AllReduceGradients(WeighsLoss):
         event(state)
 
     def on_start(self, state: State) -> None:
-        users = [each for each in state[torchbearer.CALLBACK_LIST] if handles(each, (_STEP,))]
-        reads = any(name_any(functions_of(each), "LOSS") for each in users)
-        self._joins_loss = self.world_size > 1 and reads
+        callbacks = [each for each in state[torchbearer.CALLBACK_LIST] if handles(each, (_STEP,))]
+        self._joins_loss = self.world_size > 1 and any(may_read(each, _STEP, "LOSS") for each in callbacks)
         self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
         if self._skip_batch is not None:
             check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])
