@@ -36,7 +36,7 @@ LINGER = 3.0  # seconds that rank 0 waits at its end, so that the others can fin
 _SELDOM = 20.0  # seconds between two questions to the other ranks where they are, while a rank waits
 REMEDY = (
     "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others must "
-    "take part."
+    "take part. A rank's own loss or data must not decide about them."
 )
 Sent: TypeAlias = list[tuple[int, Message]]
 

@@ -73,6 +73,7 @@ def error_of(here: Presence, end: Message, purpose: str, first_error: str = "") 
 def _left(here: Presence, ranks: Sequence[int], purpose: str, first_error: str = "") -> PeerError:
     return PeerError(
         f"{here.describe(*ranks)} left the run while {here.name} still waits for {purpose}. Every "
-        f"rank must make the same calls (run, evaluate and predict too) the same number of times.{first_error}",
+        f"rank must make the same calls (run, evaluate and predict too) the same number of times; its own loss or data "
+        f"must not decide about them.{first_error}",
         *ranks,
     )
