@@ -30,7 +30,7 @@ from ddp_callbacks import Preemption, join_process_group
 from ddp_callbacks.checkpoints import CheckpointFile, disk, require_same, transfer
 from ddp_callbacks.checkpoints.claim import PATIENCE, Claim
 from ddp_callbacks.comm import collectives
-from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.errors import CheckpointError, Preempted
 from ddp_callbacks.process_group import get_rank
 
 ABOUT = {"batch size": "8"}
@@ -238,6 +238,18 @@ def test_a_full_disk_is_an_error_on_all_ranks_that_says_where_and_what_is_still_
         assert found["step"] == 3
     assert results[0]["left"] == ["run.previous.pt", "run.pt", "run.pt.lock"]
     assert (results[0]["error"] in results[0]["said"]) == async_save
+
+
+def test_a_job_that_is_asked_to_stop_does_not_pass_over_a_write_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(disk, "write", fail)
+    with pytest.raises(CheckpointError, match="no room"), CheckpointFile(tmp_path / "run.pt", async_save=True) as file:
+        file.write(content(0), {"step": 0}, ABOUT)
+        raise Preempted("SIGTERM", "run.pt")
 
 
 def full_disk(_: int) -> None:
