@@ -51,7 +51,7 @@ class Decisions:
         connector = _parts.connector(trainer, "signal")
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
-        replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
+        replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._wish("sigterm"))
         if _parts.requeues(trainer):
             require(trainer.strategy.package, _parts.PRIVATE_OF_REQUEUES)
             replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
@@ -111,13 +111,6 @@ class Decisions:
         return bool(last > -math.inf and time.monotonic() - last >= self._interval)
 
     # --- in signal handlers -------------------------------------------------------------------------------------------
-
-    def _note_sigterm(self) -> None:
-        """Pass SIGTERM to child processes, and ask all ranks to end as Lightning does."""
-        launcher = self._trainer.strategy.launcher
-        if "sigterm" not in self.wishes and launcher is not None:
-            launcher.kill(signal.SIGTERM)
-        self._wish("sigterm")
 
     def _note_requeue(self, number: int, *_: Any) -> None:
         """At Slurm's warning, ask all ranks to save a checkpoint and requeue, as Lightning does."""
