@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import weakref
 from collections import Counter, deque
@@ -29,6 +30,8 @@ _MEASURES = {
     *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
     *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
 }
+_MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|(^|_)(eta|m?s|rss|[mg]b|per_s)($|_)")
+_SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 _OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
 _EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
@@ -83,6 +86,16 @@ class Collected:
                     if isinstance(held, int | float) or _size(held) == 1:
                         yield name, float(held)
 
+    def _counts_sizes(self, name: str, grown: float) -> bool:
+        """Whether this grows by so many for each sample, by the sizes of what a function of the user's gets."""
+        attribute = _whole(name).rpartition(".")[2]
+        if not self._samples or grown < self._samples or grown % self._samples:
+            return False
+        codes = (function.__code__.co_names for owner in self._owners for function in functions_of(owner))
+        return any(
+            attribute in names and _SIZES.intersection(names) and not _WORLD.intersection(names) for names in codes
+        )
+
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
         seconds = time.monotonic() - self._begin
@@ -95,7 +108,8 @@ class Collected:
         if self._samples != self._batches:  # otherwise batches may be counted
             for name, number in self._numbers():
                 grown = number - self._counts.get(name, 0.0)
-                if grown and self._samples in (number, grown) and _whole(name) not in self._warned:
+                is_count = grown and (self._samples in (number, grown) or self._counts_sizes(name, grown))
+                if is_count and _whole(name) not in self._warned:
                     self._new[name] = _OF_PART
         self._exchanges = exchanges_by_now()
 
@@ -170,8 +184,7 @@ def _is_moment(value: Any, seconds: float) -> bool:
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield what these objects, and objects of the user's that they have or name, may collect in, with names."""
     for owner in owners:
-        measures = any(_MEASURES.intersection(each.__code__.co_names) for each in functions_of(owner))
-        may_differ = measures and not isinstance(owner, torch.nn.Module)
+        may_differ = _measure(functions_of(owner)) and not isinstance(owner, torch.nn.Module)
         kinds = (list, deque, int) if may_differ else (list, deque, int, float)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
@@ -197,6 +210,15 @@ def functions_of(owner: Any) -> list[FunctionType]:
     inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
     found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
     return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
+
+
+def _measure(functions: Iterable[FunctionType]) -> bool:
+    return any(_MEASURES.intersection(each.__code__.co_names) for each in functions)
+
+
+def is_measured(owners: Iterable[Any], name: str) -> bool:
+    """Whether a value is a time or memory, by its name and the code of these objects."""
+    return bool(_MEASURED.search(name)) and any(_measure(functions_of(owner)) for owner in owners)
 
 
 def may_read(owner: Any, hook: str, *words: str) -> bool:

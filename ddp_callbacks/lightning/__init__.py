@@ -7,6 +7,7 @@ strategy of Fabric; ``strategy_processes`` is common to both. A run of a Trainer
     Trainer(strategy="ddp_callbacks")    the strategy finds its rank: cluster_environment
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
       batch_to_device                    this rank's share of the batch is noted: batches; without a sample: padding
+      hooks of batches                   draw as one process: hook_draws
       training_step                      self.log records: logs; torchmetrics: synced_metrics
         its end                          a step that all ranks skip is skipped: skipping
       backward                           the loss is weighed; gradients are synchronized while backward runs

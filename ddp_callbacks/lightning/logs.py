@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.data.collected import is_measured
 from ddp_callbacks.errors import warn
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
@@ -262,7 +263,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
         """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
-        if name not in self._warned and highest - lowest > 1e-6 * max(abs(lowest), abs(highest)):
+        owners = [self._trainer.lightning_module, *self._trainer.callbacks]
+        differs = highest - lowest > 1e-6 * max(abs(lowest), abs(highest))
+        if differs and name not in self._warned and not is_measured(owners, name):
             self._warned.add(name)
             warn(
                 f"{name!r} is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "

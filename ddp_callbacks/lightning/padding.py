@@ -25,14 +25,15 @@ def skip_batch(trainer: Any) -> Callable[[], None]:
     return skipped.close
 
 
-def take_rows(trainer: Any, padding: Any, undo: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
-    """Return a batch without rows, and what ends it. After ``undo``, a step that fails gets ``padding``."""
+def take_rows(trainer: Any, padding: Any, *undo: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    """Return a batch without rows, and what ends it. After each ``undo``, a step that fails gets ``padding``."""
 
     def call(step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return step(batch, *args, **kwargs)
         except Exception:  # many layers refuse a batch without rows
-            undo()
+            for forget in undo:
+                forget()
             return step(padding, *args, **kwargs)
 
     replaced = Replacements()

@@ -27,11 +27,12 @@ from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, ver
 from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, methods_that_read_logged, reads_loss
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
+from ddp_callbacks.lightning.hook_draws import HookDraws
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.skipping import without_loss
-from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_padding
+from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_lists, remember_padding
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.draws import OTHER_ROWS
@@ -90,10 +91,9 @@ class Run:
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
         for owner, name in methods_that_read_logged(trainer.lightning_module, *trainer.callbacks):
             self._exit.before(owner, name, self._before_monitor)
-        self._draw_in_hooks(trainer)
+        HookDraws(trainer, self._draws, self.batches, lambda: self._rows, self._exit)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
-        self._exit.replace(trainer.fit_loop, "setup_data", self._outside_of_batches)  # a step may ask for their number
         self._exit.before(trainer.fit_loop, "on_run_start", functools.partial(require_alike_steps, trainer))
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._exit.before(loop, "on_run_start", self._before_evaluation)
@@ -155,7 +155,10 @@ class Run:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Surround the step of a batch: inside, draw what one process draws for the whole batch."""
-        with self._draws.forward(self._rows):
+        undo = contextlib.ExitStack()
+        if self._joins_batches and self.batches.is_padding:
+            undo.callback(remember_lists(self._model))
+        with undo, self._draws.forward(self._rows):
             try:
                 yield
             except Exception as error:
@@ -166,28 +169,6 @@ class Run:
         """Surround the transfer of a batch, with the user's hooks; like :meth:`computing` if a loop has drawn it."""
         is_drawn = _parts.is_asked_by_loop(self._trainer)
         return self._draws.forward(self._rows, "transfer") if is_drawn else nullcontext()
-
-    def _draw_in_hooks(self, trainer: Any) -> None:
-        """Let the user's hooks of batches draw for the whole batch, too."""
-        for owner, name in _parts.own_batch_hooks(trainer.lightning_module, *trainer.callbacks):
-            in_hook = functools.partial(self._in_batch_hook, f"{type(owner).__name__}.{name}")
-            self._exit.replace(owner, name, in_hook)  # it may compute the model
-        if "on_before_batch_transfer" in _parts.own_transfer_hooks(trainer):
-            self._exit.replace(trainer.lightning_module, "_on_before_batch_transfer", self._before_transfer)
-
-    def _before_transfer(self, hook: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
-        """Let the user's hook draw for the batch, whose share is noted later."""
-        loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
-        with self._draws.forward(self.batches.next_rows(loaders), "before transfer"):
-            return hook(batch, dataloader_idx)
-
-    def _in_batch_hook(self, stage: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._rows is None else self._draws.forward(self._rows, stage):
-            return hook(*args, **kwargs)
-
-    def _outside_of_batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._draws.aside():
-            return method(*args, **kwargs)
 
     @property
     def _rows(self) -> Rows | None:
@@ -201,12 +182,19 @@ class Run:
         if not (meets or _logged.results_of(self._trainer).is_first or self.metrics.count_batches):
             self._undo.callback(skip_batch(self._trainer))
             return batch
-        forget = remember_padding(self._model, self.metrics)
+        forget, forget_lists = remember_padding(self._model, self.metrics), remember_lists(self._model)
         self._undo.callback(forget)
+        if not self._joins_batches:
+            self._undo.callback(forget_lists)
         if not meets:
-            batch, end = take_rows(self._trainer, batch, forget)
+            batch, end = take_rows(self._trainer, batch, forget, forget_lists)
             self._undo.callback(end)
         return batch
+
+    @property
+    def _joins_batches(self) -> bool:
+        """Whether hooks after the step have gradients and losses of whole batches, also without a sample."""
+        return bool(self._trainer.training) and self._local is None
 
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """Run ``training_step`` and return its output; :data:`SKIPPED` if it is ``None`` on every rank. A collective.

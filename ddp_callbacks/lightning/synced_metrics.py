@@ -88,18 +88,26 @@ def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Tra
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
-    """Return a function that undoes later changes to the module's metrics, running statistics and lists.
-
-    A list that is empty now keeps its new entries: a hook may compute with them. The result has no weight as long as
-    this rank has no sample.
-    """
-    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list and value]
+    """Return a function that undoes later changes to the module's metrics and running statistics."""
     traces = remember_traces(module, metrics)
 
     def undo() -> None:
         for has_changed, forget in traces:
             if has_changed():
                 forget()
+
+    return undo
+
+
+def remember_lists(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that removes what is appended to the module's lists from now on.
+
+    A list that is empty now keeps its new entries: a hook may compute with them. The result has no weight as long as
+    this rank has no sample.
+    """
+    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list and value]
+
+    def undo() -> None:
         for value, length in lists:
             del value[length:]
 

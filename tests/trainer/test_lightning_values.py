@@ -290,7 +290,7 @@ class Accumulates(Net):
         self.memory[batch_idx % 3] = loss.detach()
         self.meter.sum += loss.item()
         self.losses[1].append(loss.item())
-        self.seen += len(batch[0])  # on each process as many
+        self.seen += batch[0].numel()  # on each process as many
         self.recent.append(loss.item())
         self.confusion[batch_idx % 2][1] += int(loss.item() * 1e6)
         SEEN.append(loss.item())
@@ -310,6 +310,9 @@ class SumsItsPart(pl.Callback):
 class MeasuresTimes(pl.Callback):
     total, begin = 0.0, 0.0
 
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("epoch_seconds", self.total)
+
     def on_train_batch_start(self, *_: Any) -> None:
         self.begin = time.perf_counter()
 
@@ -319,8 +322,11 @@ class MeasuresTimes(pl.Callback):
 
 @WORLD
 def accumulating() -> Any:
-    callbacks = [SumsItsPart(), MeasuresTimes()]
-    return warned(lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True), callbacks=callbacks), "collects")
+    fits = [
+        lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True), callbacks=[SumsItsPart()]),
+        lambda: fit(OURS, Net(), loader(48, 8, shuffle=True), callbacks=[MeasuresTimes()]),
+    ]
+    return [text for each in fits for word in ("collects", "end of an epoch") for text in warned(each, word)]
 
 
 def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
@@ -564,6 +570,29 @@ def test_a_hook_that_decides_by_losses_gets_those_of_whole_batches(strategy: str
     results = fit(strategy, Net(), loader(29, 8, shuffle=True), max_epochs=9, callbacks=[callback])
     assert 4 < results["global_step"] < 36 and len(callback.kept) > 2
     return results, callback.sum, callback.kept
+
+
+class CollectsInHooks(Net):
+    """What is of the whole batch, also on a process that has no sample of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = [0.0]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found.append(float(self.layers[0].weight.grad.norm()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+@WORLD.as_on_one()
+def test_lists_of_hooks_keep_what_is_of_a_batch_of_which_a_rank_has_no_sample(strategy: str) -> Any:
+    module = CollectsInHooks()
+    return fit(strategy, module, loader(25, 8)), module.found
 
 
 class ChangesItsMind(Net):
