@@ -195,6 +195,17 @@ def stepped() -> tuple[Odd, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@WORLD
+def test_in_mid_epoch_different_processors_are_left_as_they_are() -> None:
+    model, optimizer = stepped()
+    with torch.no_grad():
+        model.large.add_(1e-6 * dist.get_rank())
+    before, processor = model.large.clone(), f"processor {dist.get_rank()}"
+    with compared_in_each_step(), mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: processor):
+        ReplicaChecks(model, StepTimes(), "raise").after_step([optimizer], 0, 0)
+    assert torch.equal(model.large, before)
+
+
 def flip(turns: int) -> None:
     """One random bit, of one random tensor, on one random rank."""
     model, optimizer = stepped()
