@@ -414,6 +414,14 @@ def test_a_fixed_input_that_all_ranks_pass_through_the_model_counts_once(device:
     torch.testing.assert_close(model.running_var.cpu(), one.running_var, rtol=1e-14, atol=0)
 
 
+@anywhere
+def test_equal_samples_one_on_each_rank_are_a_batch_and_no_fixed_input(device: Device) -> None:
+    model = device.move(nn.BatchNorm1d(3).double())
+    with synchronized(model):
+        model(device.move(torch.ones(1, 3, dtype=torch.float64)))
+    assert to_cpu(model.running_var).tolist() == pytest.approx([0.9] * 3)  # that of one process is 0, not NaN
+
+
 @WORLD
 def test_modules_stay_the_users_own() -> None:
     """You get your BatchNorm layers back."""
