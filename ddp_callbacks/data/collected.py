@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
+from ddp_callbacks.data.own_code import counts_sizes, functions_of, measures
 from ddp_callbacks.data.sample_seeds import is_own
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
@@ -26,12 +25,6 @@ _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
-_MEASURES = {
-    *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
-    *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
-}
-_MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|(^|_)(eta|m?s|rss|[mg]b|per_s)($|_)")
-_SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 _OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
 _EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
@@ -86,15 +79,12 @@ class Collected:
                     if isinstance(held, int | float) or _size(held) == 1:
                         yield name, float(held)
 
-    def _counts_sizes(self, name: str, grown: float) -> bool:
-        """Whether this grows by so many for each sample, by the sizes of what a function of the user's gets."""
-        attribute = _whole(name).rpartition(".")[2]
-        if not self._samples or grown < self._samples or grown % self._samples:
+    def _is_count(self, name: str, grown: float) -> bool:
+        """Whether this has counted the samples of the parts, or so many for each by the sizes that a function reads."""
+        if not self._samples or grown < self._samples or grown % self._samples or grown == self._batches:
             return False
-        codes = (function.__code__.co_names for owner in self._owners for function in functions_of(owner))
-        return any(
-            attribute in names and _SIZES.intersection(names) and not _WORLD.intersection(names) for names in codes
-        )
+        attribute = _whole(name).rpartition(".")[2]
+        return grown == self._samples or any(counts_sizes(owner, attribute) for owner in self._owners)
 
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
@@ -108,8 +98,7 @@ class Collected:
         if self._samples != self._batches:  # otherwise batches may be counted
             for name, number in self._numbers():
                 grown = number - self._counts.get(name, 0.0)
-                is_count = grown and (self._samples in (number, grown) or self._counts_sizes(name, grown))
-                if is_count and _whole(name) not in self._warned:
+                if _whole(name) not in self._warned and self._is_count(name, grown):
                     self._new[name] = _OF_PART
         self._exchanges = exchanges_by_now()
 
@@ -184,7 +173,7 @@ def _is_moment(value: Any, seconds: float) -> bool:
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield what these objects, and objects of the user's that they have or name, may collect in, with names."""
     for owner in owners:
-        may_differ = _measure(functions_of(owner)) and not isinstance(owner, torch.nn.Module)
+        may_differ = measures(owner) and not isinstance(owner, torch.nn.Module)
         kinds = (list, deque, int) if may_differ else (list, deque, int, float)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
@@ -203,28 +192,6 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents
-
-
-def functions_of(owner: Any) -> list[FunctionType]:
-    """Return the functions of the user's own code that an object has, as methods or attributes."""
-    inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
-    found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
-    return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
-
-
-def _measure(functions: Iterable[FunctionType]) -> bool:
-    return any(_MEASURES.intersection(each.__code__.co_names) for each in functions)
-
-
-def is_measured(owners: Iterable[Any], name: str) -> bool:
-    """Whether a value is a time or memory, by its name and the code of these objects."""
-    return bool(_MEASURED.search(name)) and any(_measure(functions_of(owner)) for owner in owners)
-
-
-def may_read(owner: Any, hook: str, *words: str) -> bool:
-    """Whether a hook of the user's, or what it may call, has one of these names or texts in its code."""
-    called = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
-    return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in called)
 
 
 def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddp_callbacks.data.collected import functions_of, may_read
+from ddp_callbacks.data.own_code import functions_of, may_read
 from ddp_callbacks.lightning import _parts
 
 BATCH_END, LOSS = "on_train_batch_end", "loss"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.collected import is_measured
+from ddp_callbacks.data.own_code import is_measured
 from ddp_callbacks.errors import warn
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of

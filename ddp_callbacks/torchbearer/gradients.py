@@ -15,8 +15,8 @@ from torch.autograd.graph import Node
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.data.bad_batches import BadBatches, check_optimizer, check_skip_batch, fault_of
-from ddp_callbacks.data.collected import may_read
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.own_code import may_read
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions

@@ -1,0 +1,51 @@
+"""Read the code of a user's modules and callbacks: what their functions name tells what they may read or count."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
+from ddp_callbacks.data.sample_seeds import is_own
+
+_CLOCKS = {
+    *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
+    *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
+}
+_MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|(^|_)(eta|m?s|rss|[mg]b|per_s)($|_)")
+_SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
+
+
+def functions_of(owner: Any) -> list[FunctionType]:
+    """Return the functions of the user's own code that an object has, as methods or attributes."""
+    inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
+    found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
+    return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
+
+
+def may_read(owner: Any, hook: str, *words: str) -> bool:
+    """Whether a hook of the user's, or what it may call, has one of these names or texts in its code."""
+    called = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
+    return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in called)
+
+
+def measures(owner: Any) -> bool:
+    """Whether a function of an object reads a clock, or how much memory is used."""
+    return any(not _CLOCKS.isdisjoint(names) for names in _names(owner))
+
+
+def is_measured(owners: Iterable[Any], name: str) -> bool:
+    """Whether a value that one of these objects logs is a time, or memory: by its name, and their code."""
+    return bool(_MEASURED.search(name)) and any(map(measures, owners))
+
+
+def counts_sizes(owner: Any, attribute: str) -> bool:
+    """Whether a function of an object may add the sizes of what it gets to an attribute, without all processes'."""
+    may_add = [names for names in _names(owner) if attribute in names]
+    return any(not _SIZES.isdisjoint(names) and _WORLD.isdisjoint(names) for names in may_add)
+
+
+def _names(owner: Any) -> Iterator[tuple[str, ...]]:
+    return (each.__code__.co_names for each in functions_of(owner))
