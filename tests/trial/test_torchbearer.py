@@ -172,16 +172,16 @@ def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_few
 
 class Collects(Callback):  # type: ignore[misc]
     def __init__(self) -> None:
-        self.losses, self.rates = list[float](), list[float]()
+        self.sums, self.rates = list[float](), list[float]()
 
     def on_step_training(self, state: Any) -> None:
-        self.losses.append(float(state[torchbearer.LOSS]))
+        self.sums.append(float(state[torchbearer.X].sum()))
         self.rates.append(0.1)  # the same on all processes
 
 
 class Gathers(Collects):
     def on_end_epoch(self, state: Any) -> None:
-        all_gather_object(self.losses, "the losses")
+        all_gather_object(self.sums, "the sums")
 
 
 @WORLD
@@ -191,7 +191,7 @@ def test_what_a_callback_collects_of_its_part_is_named_unless_it_gathers_it() ->
         warnings.simplefilter("always")
         made.run(2)
     texts, others = by_rank([text[:52] for each in caught if "collects" in (text := str(each.message))])
-    assert (texts, others) == (["each process collects in Collects.losses what it com"], [])
+    assert (texts, others) == (["each process collects in Collects.sums what it com"], [])
 
 
 # --- random state -----------------------------------------------------------------------------------------------------
