@@ -191,7 +191,7 @@ def test_what_a_callback_collects_of_its_part_is_named_unless_it_gathers_it() ->
         warnings.simplefilter("always")
         made.run(2)
     texts, others = by_rank([text[:52] for each in caught if "collects" in (text := str(each.message))])
-    assert (texts, others) == (["each process collects in Collects.sums what it com"], [])
+    assert (texts, others) == (["each process collects in Collects.sums what it compu"], [])
 
 
 # --- random state -----------------------------------------------------------------------------------------------------
