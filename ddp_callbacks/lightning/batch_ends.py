@@ -1,8 +1,7 @@
-"""Find what reads losses or logged values at the end of a training batch, so that it gets those of the whole batch."""
+"""Find hooks that read losses or logged values at the end of a training batch, so that they get the whole batch's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ddp_callbacks.data.own_code import functions_of, may_read
@@ -17,12 +16,9 @@ def reads_loss(owner: Any) -> bool:
     return _parts.compares_losses(owner) or _may_read(owner, LOSS)
 
 
-def methods_that_read_logged(*owners: Any) -> Iterator[tuple[Any, str]]:
-    """Yield objects and the names of their methods that read logged values: monitors, and hooks of users."""
-    for owner in owners:
-        yield from ((owner, name) for name in _parts.MONITORED if hasattr(owner, name))
-        if _may_read(owner, *_LOGGED):
-            yield owner, BATCH_END
+def reads_logged(owner: Any) -> bool:
+    """Whether the user's hook of a module or callback reads logged values."""
+    return _may_read(owner, *_LOGGED)
 
 
 def _may_read(owner: Any, *words: str) -> bool:

@@ -24,7 +24,7 @@ from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, verify_first_batch
-from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, methods_that_read_logged, reads_loss
+from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, reads_logged, reads_loss
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hook_draws import HookDraws
@@ -89,8 +89,10 @@ class Run:
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
-        for owner, name in methods_that_read_logged(trainer.lightning_module, *trainer.callbacks):
-            self._exit.before(owner, name, self._before_monitor)
+        for callback in trainer.callbacks:
+            for name in _parts.MONITORED:
+                if hasattr(callback, name):
+                    self._exit.before(callback, name, self._before_monitor)
         HookDraws(trainer, self._draws, self.batches, lambda: self._rows, self._exit)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
@@ -305,14 +307,21 @@ class Run:
     def begin_training(self) -> None:
         """Begin training: stop if a rank wants to. A collective.
 
-        Hooks that read losses, such as those of Lightning's learning rate finder, get those of whole batches from now
-        on.
+        Hooks that read losses or logged values, such as those of Lightning's learning rate finder, get those of whole
+        batches from now on, unless only some ranks have them.
         """
         self.decisions.pass_moment()
-        if self._is_automatic and self._local is None:
-            for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
-                if reads_loss(owner):
-                    self._exit.replace(owner, BATCH_END, self._with_joint_loss)
+        of_loss, of_logged = ([*filter(reads, self._collectors)] for reads in (reads_loss, reads_logged))
+        if not self._is_automatic or self._local is not None:
+            of_loss = []
+        own = [[type(owner).__name__ for owner in owners] for owners in (of_loss, of_logged)]
+        of_ranks = all_gather_object(own, "which hooks read losses")
+        if any(other != own for other in of_ranks):
+            return
+        for owner in of_loss:
+            self._exit.replace(owner, BATCH_END, self._with_joint_loss)
+        for owner in of_logged:
+            self._exit.before(owner, BATCH_END, self._before_monitor)
 
     def _with_joint_loss(self, hook: Callable[..., None], *args: Any) -> None:
         *before, outputs, batch, batch_idx = args

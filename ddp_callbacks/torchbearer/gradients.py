@@ -13,7 +13,7 @@ import torchbearer
 from torch.autograd.graph import Node
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.collectives import all_reduce
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce
 from ddp_callbacks.data.bad_batches import BadBatches, check_optimizer, check_skip_batch, fault_of
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.own_code import may_read
@@ -45,7 +45,7 @@ from ddp_callbacks.torchbearer.state import (
 )
 
 SkipBatch = Literal["non_finite"]
-_STEP = "on_step_training"
+_STEP, _WHETHER = "on_step_training", "whether callbacks read the loss"
 
 
 def check_skip(skip_batch: str | None, sync: object) -> None:
@@ -161,7 +161,8 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start(self, state: State) -> None:
         callbacks = [each for each in state[torchbearer.CALLBACK_LIST] if handles(each, (_STEP,))]
-        self._joins_loss = self.world_size > 1 and any(may_read(each, _STEP, "LOSS") for each in callbacks)
+        reads = any(may_read(each, _STEP, "LOSS") for each in callbacks)
+        self._joins_loss = self.world_size > 1 and all(all_gather_object(reads, _WHETHER, self.process_group))
         self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
         if self._skip_batch is not None:
             check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])

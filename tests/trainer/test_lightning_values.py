@@ -572,6 +572,14 @@ def test_a_hook_that_decides_by_losses_gets_those_of_whole_batches(strategy: str
     return results, callback.sum, callback.kept
 
 
+@WORLD.on(TWO)
+def test_a_callback_of_one_rank_alone_reads_the_loss_of_its_part() -> None:
+    callback = DecidesByLosses()
+    callback.best = -math.inf  # it saves nothing
+    fit(OURS, Net(), loader(29, 8), callbacks=[callback] if dist.get_rank() else [])
+    assert (callback.sum > 0) == bool(dist.get_rank())
+
+
 class CollectsInHooks(Net):
     """What is of the whole batch, also on a process that has no sample of it."""
 
