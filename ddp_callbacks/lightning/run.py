@@ -24,7 +24,7 @@ from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, verify_first_batch
-from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, reads_logged, reads_loss
+from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, readers
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hook_draws import HookDraws
@@ -311,13 +311,7 @@ class Run:
         batches from now on, unless only some ranks have them.
         """
         self.decisions.pass_moment()
-        of_loss, of_logged = ([*filter(reads, self._collectors)] for reads in (reads_loss, reads_logged))
-        if not self._is_automatic or self._local is not None:
-            of_loss = []
-        own = [[type(owner).__name__ for owner in owners] for owners in (of_loss, of_logged)]
-        of_ranks = all_gather_object(own, "which hooks read losses")
-        if any(other != own for other in of_ranks):
-            return
+        of_loss, of_logged = readers(self._collectors, self._is_automatic and self._local is None)
         for owner in of_loss:
             self._exit.replace(owner, BATCH_END, self._with_joint_loss)
         for owner in of_logged:
