@@ -170,6 +170,17 @@ def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_few
     assert "sync_batchnorm=True" in about
 
 
+class StopsAlone(Callback):  # type: ignore[misc]
+    def on_end_epoch(self, state: Any) -> None:
+        state[torchbearer.STOP_TRAINING] |= dist.get_rank() == 1
+
+
+@WORLD
+def test_a_stop_of_one_rank_at_the_end_of_an_epoch_ends_all() -> None:
+    made = trial([DDPCallback()], callbacks=[StopsAlone()]).with_train_generator(DataLoader(data(20), 5))
+    assert len(made.run(4)) == 1
+
+
 class Collects(Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.sums, self.rates = list[float](), list[float]()
