@@ -124,6 +124,24 @@ def test_the_model_is_not_wrapped_and_its_methods_train_it(strategy: str) -> Any
     return values(module)
 
 
+class KeepsOutputs(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES, dtype=torch.float64)
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(super().forward(x).detach())
+        return super().forward(x)
+
+
+@WORLD.on(TWO)
+def test_a_module_s_list_has_no_batch_of_which_a_rank_has_no_sample() -> None:
+    made, model = fabric(OURS), KeepsOutputs()
+    wrapped, optimizer = made.setup(model, sgd(model))
+    train(made, made.setup_dataloaders(loader(15, 7)), wrapped, optimizer, epochs=1)
+    assert [len(each) for each in model.outputs] == ([3, 3] if get_rank() else [4, 4, 1])
+
+
 @WORLD.on(TWO)
 def test_a_loop_that_divides_the_batch_size_itself_is_named() -> None:
     made = fabric(OURS)

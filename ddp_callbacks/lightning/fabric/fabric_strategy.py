@@ -37,7 +37,7 @@ from ddp_callbacks.lightning.fabric.loss_batches import Batches, Draw, Pass, sto
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.strategy_processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
-from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, metrics_of_program, remember_padding
+from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, metrics_of_program, remember_lists, remember_padding
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.randomness import WholeDraws
@@ -245,7 +245,10 @@ class CallbackFabricMixin(ProcessesMixin):
     def computing(self, running: Pass, batch: Any, share: Share, draws: WholeDraws | None) -> Iterator[None]:
         """Note a batch drawn from a loader. Afterwards remove the traces of a padding batch. Local."""
         self._last, models = share, self._models.whole()
-        undo = None if share.local else remember_padding(models, _synced(metrics_of_program()))
+        undo = ExitStack()
+        if not share.local:
+            undo.callback(remember_padding(models, _synced(metrics_of_program())))
+            undo.callback(remember_lists(models))
         if self.world_size > 1 and torch.is_grad_enabled():
             if self._weight_of is None:
                 self._weight_of = weight_function(self._weight, models)
@@ -257,8 +260,7 @@ class CallbackFabricMixin(ProcessesMixin):
             yield
         finally:
             self._random.end(running)
-            if undo is not None:
-                undo()
+            undo.close()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
