@@ -96,8 +96,13 @@ def broadcast(
     if get_world_size(group) == 1:
         return tensor
     found = _exchange(tensor, get_rank(group) == source, purpose, group)[source]
-    if found is not None:
-        return tensor.copy_(found)
+    return broadcast_alike(tensor, purpose, group, source) if found is None else tensor.copy_(found)
+
+
+def broadcast_alike(
+    tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | None = None, source: int = 0
+) -> torch.Tensor:
+    """Like :func:`broadcast`, for a tensor that is known to be alike on several ranks: no message compares them."""
     enter(purpose)
     resolved, memory = resolve_group(group), memory_of(tensor)  # as bytes: gloo does not know all dtypes
     messenger = cpu_group(resolved) if tensor.device.type == "cpu" else resolved

@@ -85,7 +85,7 @@ class BufferPool:
         return taken
 
     def abandon(self) -> None:
-        """Forget all buffers: a pending collective may still write to them."""
+        """Forget all buffers: a pending collective may still write to them, one of NCCL without a reference to them."""
         self._memories = []
 
     def _make(self) -> FlatBuffer:

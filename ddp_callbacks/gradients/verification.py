@@ -47,6 +47,7 @@ _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
+_SUMMED_NBYTES = 1 << 22  # of gradients in one sum
 _log = logging.getLogger("ddp_callbacks")
 
 
@@ -208,12 +209,12 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
     group = None  # the default group
     attempt = functools.partial(attempt_on_all, group, False)
 
-    def compute(batch: Any, rows: Rows | None, fraction: float) -> dict[str, float]:
+    def compute(batch: Any, rows: Rows | None) -> dict[str, float]:
         with ExitStack() as stack:
-            copies = attempt(lambda: copies_of(computation, stack, is_strict=False))
+            copies = copies_of(computation, stack, is_strict=False)
             with computation.drawing(rows, copies):
-                attempt(lambda: (computation.compute(copies, batch),))
-            return _weighed(computation.logged(), fraction)
+                computation.compute(copies, batch)
+            return dict(computation.logged())
 
     with _warning(f"What {step} logs", "verify=None leaves the comparison out.", group):
         attempt(lambda: check_comparable(computation.parts))
@@ -222,12 +223,16 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
 
             def of_whole() -> dict[str, float]:
                 with draws.of_whole(first) as rows:
-                    return compute(first.whole, rows, 1.0)
+                    return compute(first.whole, rows)
 
-            expected = of_whole()
-            with draws.of_part(first):
-                own = compute(first.part, first.rows, fraction_of(first.logs or first.weight, group))
-            if text := _differing(own, expected, of_whole, group):
+            def of_part() -> dict[str, float]:
+                with draws.of_part(first):
+                    return compute(first.part, first.rows)
+
+            expected, own = attempt(lambda: (of_whole(), of_part()))
+            own = _weighed(own, fraction_of(first.logs or first.weight, group))
+            gathered = all_gather_object([own, expected], PURPOSE, group)
+            if text := _differing(gathered, lambda: attempt(of_whole), group):
                 draws.require_told()
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
@@ -268,25 +273,30 @@ def _compare(
     which: str,
 ) -> None:
     attempt, draws = functools.partial(attempt_on_all, group, is_strict), Draws(computation, group)
+    # Layers that communicate wait for the other ranks, which must know first whether this one has got that far.
+    meets = any(getattr(layer, "is_synchronized", False) for layer in computation.parts[0].modules())
+    attempt_here = functools.partial(attempt_on_all, group, is_strict or not meets)
 
-    def compute(
-        batch: Any, rows: Rows | None, weigh: Callable[[Weight], float]
-    ) -> tuple[float, list[torch.Tensor], dict[str, float]]:
-        with ExitStack() as stack:
-            copies = attempt(lambda: copies_of(computation, stack, is_strict))
-            stack.enter_context(computation.drawing(rows, copies))
-            loss = attempt(lambda: computation.compute(copies, batch))
-            fraction = weigh(first.weight)
-            logged = _weighed(computation.logged(), weigh(first.logs) if first.logs else fraction)
-            return fraction, attempt(lambda: weighed_gradients(loss, fraction, copies[0])), logged
+    def compute(stack: ExitStack, batch: Any, rows: Rows | None) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
+        copies = attempt_here(lambda: copies_of(computation, stack, is_strict))
+        stack.enter_context(computation.drawing(rows, copies))
+        return copies[0], attempt_here(lambda: computation.compute(copies, batch)), dict(computation.logged())
 
     def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
-        with draws.of_whole(first) as rows:
-            return compute(first.whole, rows, lambda _: 1.0)[1:]
+        with draws.of_whole(first) as rows, ExitStack() as stack:
+            copy, loss, logged = compute(stack, first.whole, rows)
+            return attempt_here(lambda: weighed_gradients(loss, 1.0, copy)), logged
 
-    expected, logged_whole = of_whole()
-    with draws.of_part(first):
-        fraction, own, logged = compute(first.part, first.rows, lambda weight: fraction_of(weight, group))
+    def of_whole_and_part(stack: ExitStack) -> tuple[Any, ...]:
+        whole = of_whole()
+        stack.enter_context(draws.of_part(first))
+        return *whole, *compute(stack, first.part, first.rows)
+
+    with ExitStack() as stack:
+        expected, logged_whole, copy, loss, logged = attempt(lambda: of_whole_and_part(stack))
+        fraction = fraction_of(first.weight, group)
+        logged = _weighed(logged, fraction_of(first.logs, group) if first.logs else fraction)
+        own = attempt(lambda: weighed_gradients(loss, fraction, copy))
     if not any(map(_largest, expected)):
         raise ConfigurationError(
             f"the gradients of {which} cannot be compared: its loss depends on no parameter of the copy of the "
@@ -294,18 +304,19 @@ def _compare(
         )
     found = _differences(_sum(own, 1.0, group), expected)
     is_telling = is_strict or _is_telling(found, expected)
-    found, differing = broadcast_object([found, found if is_telling else []], PURPOSE, group)
+    gathered = all_gather_object([found, found if is_telling else [], logged, logged_whole], PURPOSE, group)
+    found, differing, *_ = gathered[0]  # all decide alike
     if not found and computation.draws is not None:
         computation.draws.confirm()
     if not differing:
-        if text := _differing(logged, logged_whole, lambda: of_whole()[1], group):
+        if text := _differing([each[2:] for each in gathered], lambda: attempt(of_whole)[1], group):
             draws.require_told()
             raise MismatchError(
                 f"the gradient of {which} is that of one process, but the mean over the processes of what the "
                 f"training step logs is not: {text}{draws.remedy()}"
             )
         return
-    if broadcast_object(_differences(of_whole()[0], expected), PURPOSE, group):
+    if broadcast_object(_differences(attempt(of_whole)[0], expected), PURPOSE, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ. '
             "The model is random, or its gradients are not finite."
@@ -327,22 +338,21 @@ def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
 
 
 def _differing(
-    own: Mapping[str, float],
-    expected: Mapping[str, float],
+    gathered: Sequence[Sequence[Mapping[str, float]]],
     again: Callable[[], Mapping[str, float]],
     group: dist.ProcessGroup | None,
 ) -> str:
-    """Return which logged values are not those of the whole batch, and a remedy; empty if none. A collective.
+    """Return which logged values are not those of the whole batch, and a remedy; empty if none. A collective if any.
 
     Args:
-        own: The values of this rank's part, times its fraction.
+        gathered: The values of each rank's part, times its fraction, and those of the whole batch.
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
-    parts = all_gather_object(dict(own), PURPOSE, group)
+    parts, (expected, *_) = zip(*gathered, strict=True)
     joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
     sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
     differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
-    if not broadcast_object(differ, PURPOSE, group):
+    if not differ:
         return ""
     repeated = again()
     named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
@@ -405,8 +415,24 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
-    """Yield the sums of the gradients times ``factor`` over the ranks, one at a time to save memory. A collective."""
-    return (all_reduce((own * factor).view(-1), PURPOSE, group).view_as(own) for own in gradients)
+    """Yield the sums of the gradients times ``factor`` over the ranks, a few at a time to save memory. A collective."""
+    for some in _limited(gradients):
+        flat = torch.cat([own.view(-1) * factor for own in some])
+        sums = all_reduce(flat, PURPOSE, group).split([own.numel() for own in some])
+        yield from (found.view_as(own) for found, own in zip(sums, some, strict=True))
+
+
+def _limited(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield runs of tensors of one dtype and device, each of one tensor, or of :data:`_SUMMED_NBYTES` at most."""
+    some: list[torch.Tensor] = []
+    for own in gradients:
+        is_like = some and (own.dtype, own.device) == (some[0].dtype, some[0].device)
+        if some and not (is_like and sum(each.nbytes for each in [*some, own]) <= _SUMMED_NBYTES):
+            yield some
+            some = []
+        some.append(own)
+    if some:
+        yield some
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from ddp_callbacks.cluster.environment import KEEP_GOING
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.codec import Json, pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast, broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast_alike, broadcast_object
 from ddp_callbacks.comm.differences import describe
 from ddp_callbacks.comm.held import persistent_buffers
 from ddp_callbacks.errors import ConfigurationError, warn
@@ -213,7 +213,9 @@ def _gpus_of(module: torch.nn.Module) -> list[str]:
 
 
 def broadcast_all(tensors: list[torch.Tensor], purpose: str, group: dist.ProcessGroup | None) -> None:
-    """Broadcast tensors in place: pack small ones into messages, and send large ones without a copy."""
+    """Broadcast tensors, alike on all ranks, in place: small ones packed into messages, large ones without a copy."""
+    if get_world_size(group) == 1:
+        return
     small = [tensor.detach() for tensor in tensors if tensor.nbytes < MESSAGE_NBYTES]
     for start in range(0, len(small), _PACKED):
         some = small[start : start + _PACKED]
@@ -221,7 +223,7 @@ def broadcast_all(tensors: list[torch.Tensor], purpose: str, group: dist.Process
             tensor.copy_(found)
     for tensor in tensors:
         if tensor.nbytes >= MESSAGE_NBYTES:
-            broadcast(tensor.detach(), purpose, group)
+            broadcast_alike(tensor.detach(), purpose, group)
 
 
 def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:

@@ -282,6 +282,36 @@ def test_a_backward_that_fails_leaves_the_same_collectives_behind_on_every_rank(
     sync.close()
 
 
+class Tells(torch.autograd.Function):
+    """Sets a key in the ranks' store once backward has come here."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, store: dist.Store) -> Tensor:
+        context.store = store
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.store.set("rank 0 has launched a later sum", "")
+        return gradient, None
+
+
+@WORLD
+def test_a_sum_that_a_failed_backward_has_left_in_flight_does_not_change_later_gradients() -> None:
+    # The other rank joins in the abandoned sum when rank 0 has filled the next one, in the same memory.
+    model = nn.Sequential(nn.Linear(FEATURES, 300), nn.Linear(300, 300), nn.Linear(300, FEATURES)).double()
+    store = dist.PrefixStore("in flight", dist.distributed_c10d._get_default_store())
+    sync = synchronizer_of(model, "gloo")  # an all-reduce of 720 kB is in place
+    if dist.get_rank():
+        store.wait(["rank 0 has launched a later sum"])
+    with pytest.raises(ZeroDivisionError):
+        mean_loss(model[1:](Explodes.apply(model[:1](batch(dist.get_rank(), 0))))).backward()
+    model.zero_grad()
+    mean_loss(model[1:](Tells.apply(model[:1](batch(dist.get_rank(), 1)), store))).backward()
+    assert error_of(model, 1) < 1e-12
+    sync.close()
+
+
 @WORLD
 def test_a_sparse_gradient_stays_as_the_dense_ones_do_where_no_rank_counts() -> None:
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
