@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.own_code import counts_sizes, functions_of, measures
+from ddp_callbacks.data.own_code import carried_by, counts_sizes, functions_of, measures
 from ddp_callbacks.data.sample_seeds import is_own
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
@@ -31,7 +31,7 @@ _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchme
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
 _WARNING = (
     "each process collects in {names} what it computes itself, so what you compute from it is not that of all samples. "
-    "Use a metric instead, or let all processes gather it first, in a hook: all_gather_object(own, 'what') of "
+    "Use a metric, or let all processes gather it before you use it: all_gather_object(own, 'what') of "
     "ddp_callbacks.comm returns what each has."
 )
 
@@ -39,9 +39,9 @@ _WARNING = (
 class Collected:
     """What a module or callbacks collect in a pass over the batches.
 
-    That is a list to which each step appends, an array that grows or is written in place, or a number that changes: an
-    attribute, or a variable that their functions name. A callback that measures times, or memory, may have other
-    numbers with a fraction on each rank.
+    That is a list to which each step appends, an array that grows, is written in place or carries something from batch
+    to batch, or a number that changes: an attribute, or a variable that their functions name. A callback that measures
+    times, or memory, may have other numbers with a fraction on each rank.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,15 @@ class Collected:
         self._begin = 0.0
         self._warned: set[str] = set()
         self._samples = self._batches = 0  # of this rank's parts
+        self._sizes: set[int] = set()  # of these
+        self._carried: set[str] = set()  # names of attributes and variables
         self._counts: dict[str, float] = {}
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [each for each in owners if _may_collect(each)]
+        self._owners = [part for each in owners for part in _with_layers(each) if _may_collect(part)]
         self._before, self._new, self._begin = {}, {}, time.monotonic()
+        self._carried, self._sizes = {name for each in self._owners for name in carried_by(each)}, set()
         with suppress(Exception):  # an object of the user's may not answer what it is asked
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
@@ -68,6 +71,7 @@ class Collected:
     def note(self, samples: int) -> None:
         """Note that a batch begins, of which this rank has so many samples."""
         self._samples, self._batches = self._samples + samples, self._batches + 1
+        self._sizes.add(samples)
 
     def _numbers(self) -> Iterator[tuple[str, float]]:
         buffers = [
@@ -92,7 +96,8 @@ class Collected:
         with suppress(Exception):
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
-                    new = None if _whole(name) in self._warned else _new_in(held, self._before.get(name))
+                    is_carried = self._is_carried(name, held)
+                    new = None if _whole(name) in self._warned else _new_in(held, self._before.get(name), is_carried)
                     if new is not None and not _is_moment(new, seconds):
                         self._new[name] = checksum_of(new)
         if self._samples != self._batches:  # otherwise batches may be counted
@@ -101,6 +106,10 @@ class Collected:
                 if _whole(name) not in self._warned and self._is_count(name, grown):
                     self._new[name] = _OF_PART
         self._exchanges = exchanges_by_now()
+
+    def _is_carried(self, name: str, held: Any) -> bool:
+        """Whether an array carries something from batch to batch, unless it has a row for each sample of a part."""
+        return _whole(name).rpartition(".")[2] in self._carried and self._sizes.isdisjoint(getattr(held, "shape", ()))
 
     def checksums(self, is_logged: bool = False) -> dict[str, int]:
         """Return checksums of what has changed, by name. At the first call since the end, the program may have used it.
@@ -141,8 +150,12 @@ def _mark(held: Any) -> Any:
     return [*held] if is_short else len(held)
 
 
-def _new_in(held: Any, before: Any) -> Any:
-    """Return what has changed since :func:`_mark`, the last of several new entries; ``None`` if nothing has."""
+def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
+    """Return what has changed since :func:`_mark`, the last of several new entries; ``None`` if nothing has.
+
+    Args:
+        is_carried: Whether an array in place of another one is the same, changed.
+    """
     if isinstance(held, int | float):
         return held if held != before else None
     known, length, checksum = before if isinstance(before, tuple) else (lambda: None, before or 0, 0)
@@ -152,8 +165,8 @@ def _new_in(held: Any, before: Any) -> Any:
         length = len(before)
     if _length(held) - length >= _LEAST:
         return held[-1]  # the first may be of a comparison of the first batch, which all ranks compute whole
-    is_written = held is known() and _size(held) <= _LARGEST and checksum_of(held) != checksum
-    return held if is_written else None
+    is_same = is_array(held) and (is_carried or held is known())
+    return held if is_same and _size(held) <= _LARGEST and checksum_of(held) != checksum else None
 
 
 def _length(held: Any) -> int:
@@ -177,9 +190,16 @@ def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         kinds = (list, deque, int) if may_differ else (list, deque, int, float)
         for name, value in _known_to(owner):
             yield from _within(name, value, kinds)
-            if is_own(type(value)) and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
+            is_searched = is_own(type(value)) or isinstance(value, Sampler)
+            if is_searched and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
                 for attribute, inner in list(getattr(value, "__dict__", {}).items()):
                     yield from _within(f"{name}.{attribute}", inner, kinds)
+
+
+def _with_layers(owner: Any) -> list[Any]:
+    """Return an object, and the layers of the user's own classes that it has."""
+    layers = [*owner.modules()][1:] if isinstance(owner, torch.nn.Module) else []
+    return [owner, *(layer for layer in layers if is_own(type(layer)))]
 
 
 def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:

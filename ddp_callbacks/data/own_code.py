@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from ddp_callbacks.data.sample_seeds import is_own
@@ -15,6 +17,10 @@ _CLOCKS = {
     *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
 }
 _MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|(^|_)(eta|m?s|rss|[mg]b|per_s)($|_)")
+_READS, _ASSIGNS = (
+    {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"},
+    {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"},
+)
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 
 
@@ -45,6 +51,22 @@ def counts_sizes(owner: Any, attribute: str) -> bool:
     """Whether a function of an object may add the sizes of what it gets to an attribute, without all processes'."""
     may_add = [names for names in _names(owner) if attribute in names]
     return any(not _SIZES.isdisjoint(names) and _WORLD.isdisjoint(names) for names in may_add)
+
+
+def carried_by(owner: Any) -> set[str]:
+    """Return the attributes and variables that a function of an object reads before it assigns them: running values."""
+    return set(itertools.chain.from_iterable(_carried(each.__code__) for each in functions_of(owner)))
+
+
+@functools.cache
+def _carried(code: CodeType) -> frozenset[str]:
+    read, carried = set[str](), set[str]()
+    for each in dis.get_instructions(code):
+        if each.opname in _READS:
+            read.add(each.argval)
+        elif each.opname in _ASSIGNS and each.argval in read:
+            carried.add(each.argval)
+    return frozenset(carried)
 
 
 def _names(owner: Any) -> Iterator[tuple[str, ...]]:

@@ -5,6 +5,7 @@ Lightning comes as two packages. The functions work with the objects of either, 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # of the signal connector
 PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # of the prediction loop
+PREDICT_EPOCH_END = "_on_predict_epoch_end"  # of the prediction loop
 RESUME_START = "resume_start"  # of the checkpoint connector
 VALIDATION_INTERVAL = "_val_check_time_interval"  # of the Trainer, in seconds
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelCheckpoint and EarlyStopping read
@@ -51,7 +53,7 @@ PRIVATE = (
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
     "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
-    "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _flattened",
     # the strategy
     "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
@@ -64,6 +66,7 @@ PRIVATE_OF_PREDICTIONS = (
     "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
     f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_EPOCH_END}(self)",
 )
 PRIVATE_OF_REQUEUES = (f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",)
 PRIVATE_OF_TUNER = ("tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",)
@@ -99,12 +102,14 @@ def silent_profiler(package: str) -> Any:
     return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
 
 
-def own_transfer_hooks(trainer: Any) -> list[str]:
-    """Return the names of the batch transfer hooks that the module or the datamodule overrides."""
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def own_transfer_hooks(trainer: Any) -> dict[str, Any]:
+    """Return, by name, the module or the datamodule that overrides a batch transfer hook and is asked for it."""
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    hooks = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.core.hooks").DataHooks
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
+    hooks = vars(importlib.import_module(f"{ROOTS[trainer.strategy.package]}.core.hooks").DataHooks)
+    return {n: owner for owner in owners for n in TRANSFER_HOOKS if getattr(type(owner), n, None) is not hooks[n]}
 
 
 def own_batch_hooks(*owners: Any) -> Iterator[tuple[Any, str]]:
@@ -144,11 +149,6 @@ def is_asked_by_loop(trainer: Any) -> bool:
     return bool(trainer.lightning_module._current_fx_name == "batch_to_device")
 
 
-def before_transfer(module: Any, batch: Any) -> Any:
-    """Apply the module's or the datamodule's ``on_before_batch_transfer`` to a batch."""
-    return module._on_before_batch_transfer(batch)
-
-
 def torch_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a ``LightningOptimizer``; any other optimizer unchanged."""
     return getattr(optimizer, "_optimizer", optimizer)
@@ -179,6 +179,19 @@ def loader_of(loop: Any) -> Any:
 def mode_of(combined: Any) -> str:
     """Return how a ``CombinedLoader`` combines the batches of its loaders."""
     return str(combined._mode)
+
+
+def combined_batch(loop: Any, batches: list[Any]) -> Any:
+    """Return one batch of each loader of a loop as a step gets them."""
+    combined = copy.copy(loop._combined_loader)
+    combined.flattened = batches
+    return combined.iterables
+
+
+def show(combined: Any, loaders: list[Any]) -> None:
+    """Let the Trainer show these loaders to its user, while its loops draw from those that they have."""
+    drawn_from, combined.flattened = combined.flattened, loaders
+    combined._flattened = drawn_from
 
 
 def active_loop(trainer: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
@@ -21,7 +20,6 @@ from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
-from ddp_callbacks.replacement import Replacements
 
 _OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
 
@@ -55,10 +53,10 @@ def verify_first_batch(
     silent = _silent(trainer)
 
     def load() -> FirstBatch:
-        return _load(trainer, silent, loaders, batches, leaves_no_trace=comparisons.verify == "warn")
+        return _load(trainer, loaders, batches, leaves_no_trace=comparisons.verify == "warn")
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        _attach(copies[0], silent, logged, common_size(batch))
+        batch = _begin(copies[0], silent, logged, batch)
         if module.automatic_optimization:
             return _loss(copies[0].training_step(batch, *arguments))
         return _first_loss(copies[0], copies[1], lambda: copies[0].training_step(batch, *arguments))
@@ -79,11 +77,10 @@ def compare_what_is_logged(
     silent, logged = _silent(trainer), dict[str, float]()
 
     def load() -> FirstBatch:
-        return _load(trainer, silent, loaders, batches, leaves_no_trace=True)
+        return _load(trainer, loaders, batches, leaves_no_trace=True)
 
     def compute(copies: Sequence[Any], batch: Any) -> Any:
-        _attach(copies[0], silent, logged, common_size(batch))
-        return getattr(copies[0], step)(batch, *arguments)
+        return getattr(copies[0], step)(_begin(copies[0], silent, logged, batch), *arguments)
 
     precision = trainer.precision_plugin
     with precision.train_step_context() if trainer.training else precision.val_step_context():
@@ -91,16 +88,23 @@ def compare_what_is_logged(
         check_logged(computation, load, step)
 
 
-def _load(trainer: Any, silent: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
-    """Return the batch, on its device."""
-    if leaves_no_trace:
-        _require_no_transfer_hooks(trainer)
-    first = _first_batch(loaders)
-    with without_draws("a hook that transfers batches"), Replacements() as quiet:
-        quiet.set(trainer, "profiler", silent.profiler)
-        whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
+def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
+    """Return the batch, before the hooks that transfer it."""
+    try:
+        if leaves_no_trace:
+            _require_no_hooks_of_data(trainer)
+        first = _first_batch(trainer, loaders)
+    except _NotCompared as error:
+        if leaves_no_trace and trainer.is_global_zero:
+            say(f"the first batch is not compared with one process: {error}")
+        raise
+    whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     weigh = functools.partial(batches.weigh, part, first.share)
     return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
+
+
+class _NotCompared(ConfigurationError):
+    """Why the program's batches cannot be compared; usual enough to be said."""
 
 
 def _instead(trainer: Any, silent: Any) -> dict[int, Any]:
@@ -109,27 +113,40 @@ def _instead(trainer: Any, silent: Any) -> dict[int, Any]:
     return instead | {id(trainer): silent, id(trainer.datamodule): trainer.datamodule}
 
 
-def _first_batch(loaders: Sequence[Any]) -> WholeBatch:
-    if len(loaders) != 1 or not isinstance(loaders[0], ShardedLoader) or loaders[0].iterator is None:
+def _first_batch(trainer: Any, loaders: Sequence[Any]) -> WholeBatch:
+    if not all(isinstance(loader, ShardedLoader) and loader.iterator is not None for loader in loaders):
         raise ConfigurationError(
-            'verify="first_batch" needs one loader, divided among the processes, to get its whole batch; got '
+            'verify="first_batch" needs loaders that are divided among the processes, to get their whole batch; got '
             f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave out verify."
         )
-    return loaders[0].iterator.first_batch()
+    found: list[WholeBatch] = [loader.iterator.first_batch() for loader in loaders]
+    first, *others = found
+    if not others:
+        return first
+    if any(each.share != first.share for each in others):
+        raise _NotCompared("it comes from several loaders with batches of different sizes")
+    join = functools.partial(_parts.combined_batch, _parts.active_loop(trainer))
+    return WholeBatch(
+        join([each.whole for each in (first, *others)]), join([each.part for each in (first, *others)]), first.share
+    )
 
 
-def _require_no_transfer_hooks(trainer: Any) -> None:
-    """Raise if the user has hooks that the comparison would call once more: as a default it must leave no trace."""
-    if names := _parts.own_transfer_hooks(trainer):
-        if trainer.is_global_zero:
-            say(f"the first batch is not compared with one process: that would call {names[0]} once more")
-        raise ConfigurationError(f"a comparison of the first batch would call {names[0]} once more.")
+def _require_no_hooks_of_data(trainer: Any) -> None:
+    """Raise if the datamodule has hooks that the comparison would call once more: it must leave no trace there."""
+    hooks = _parts.own_transfer_hooks(trainer)
+    if names := [name for name, owner in hooks.items() if owner is trainer.datamodule]:
+        raise _NotCompared(f"that would call {names[0]} of the datamodule once more")
 
 
-def _transfer(trainer: Any, batch: Any) -> Any:
-    """Move a batch to the device, as Lightning's loop does."""
-    batch = _parts.before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
-    return trainer.strategy.batch_to_device(batch)
+def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:
+    """Move a batch to the device, as Lightning's loop does, with the hooks of a copy of the module."""
+    hooks = _parts.own_transfer_hooks(trainer)
+    batch = copy.deepcopy(batch) if hooks else batch  # they may write in it
+    for name in _parts.TRANSFER_HOOKS:
+        owner = trainer.datamodule if hooks.get(name, copied) is trainer.datamodule else copied
+        device = (trainer.strategy.root_device,) * (name == "transfer_batch_to_device")
+        batch = getattr(owner, name)(batch, *device, 0)
+    return batch
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -198,13 +215,15 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _attach(copied: Any, silent: Any, logged: dict[str, float], samples: int | None) -> None:
-    """Give the copy of a module its Trainer. Let it log to ``logged``, and turn off the exchanges of torchmetrics.
+def _begin(copied: Any, silent: Any, logged: dict[str, float], batch: Any) -> Any:
+    """Give the copy of a module its Trainer, and return a batch for its step.
+
+    It logs to ``logged``, and torchmetrics do not communicate.
 
     Args:
         logged: Gets NaN for what is no mean over the samples: it is not compared.
-        samples: Of its batch; ``None`` if unknown.
     """
+    samples = common_size(batch)  # None if unknown
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         is_mean = not args and not options.keys() & _OTHER_MEANS and options.get("batch_size") in (None, samples)
@@ -219,6 +238,7 @@ def _attach(copied: Any, silent: Any, logged: dict[str, float], samples: int | N
     copied.trainer, copied.log, copied.log_dict = silent, log, log_dict
     for metric in metrics_of([copied]):
         metric.distributed_available_fn = _ignore  # no process group
+    return _transfer(copied, silent, batch)
 
 
 def _ignore(*_: Any, **__: Any) -> None:

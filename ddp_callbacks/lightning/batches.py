@@ -6,6 +6,7 @@ loaders at once (``CombinedLoader``); then it has a share of each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from ddp_callbacks.gradients.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.randomness import Rows
+from ddp_callbacks.replacement import Replacements
 
 Weight = Callable[[Any], float | torch.Tensor]
 
@@ -203,13 +205,28 @@ def require_alike_steps(trainer: Any) -> None:
         _require_alike([last if step % length == length - 1 else usual for length, usual, last in there])
 
 
+def show_whole_loaders(trainer: Any, replacements: Replacements) -> None:
+    """Let ``trainer.train_dataloader`` and the like be the user's loaders, as a hook's own loop needs all samples."""
+    for loop in _loops_of(trainer):
+        replacements.replace(loop, "setup_data", functools.partial(_set_up, loop))
+
+
+def _set_up(loop: Any, set_up: Callable[[], None]) -> None:
+    set_up()
+    if (combined := _parts.loader_of(loop)) is not None:
+        _parts.show(combined, [each.loader if isinstance(each, ShardedLoader) else each for each in combined.flattened])
+
+
 def give_loaders_back(trainer: Any) -> None:
     """Put the user's loaders back into the Trainer's loops, and end the workers of the last passes."""
-    fit_loop = trainer.fit_loop
-    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for combined in map(_parts.loader_of, loops):
+    for combined in map(_parts.loader_of, _loops_of(trainer)):
         if combined is not None:
             combined.flattened = [_original(loader) for loader in combined.flattened]
+
+
+def _loops_of(trainer: Any) -> tuple[Any, ...]:
+    fit_loop = trainer.fit_loop
+    return fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
 
 def _original(loader: Any) -> Any:

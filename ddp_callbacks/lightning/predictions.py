@@ -1,6 +1,7 @@
 """Prediction: each rank computes whole batches in turn; ``trainer.predict`` returns the outputs of all, in order.
 
-Hooks and writers get the batches of their rank, with the batch numbers of a single process.
+Hooks and writers of batches get those of their rank, with the batch numbers of a single process; at the end of the
+epoch they get all.
 """
 
 from __future__ import annotations
@@ -31,22 +32,28 @@ class Predictions:
 
     def __init__(self, trainer: Any, replacements: Replacements, draws: WholeDraws) -> None:
         require(trainer.strategy.package, _parts.PRIVATE_OF_PREDICTIONS)
-        self._loop, self._draws = trainer.predict_loop, draws
+        self._trainer, self._loop, self._draws = trainer, trainer.predict_loop, draws
         replacements.replace(self._loop, "run", self._run)
+        replacements.before(self._loop, _parts.PREDICT_EPOCH_END, self._gather)
         replacements.replace(self._loop, "reset", self._reset)
         replacements.replace(self._loop, _parts.PREDICT_STEP, self._step)
         replacements.replace(self._loop, _parts.BATCH_INDICES, self._indices)
 
     def _run(self, run: Callable[[], Any]) -> Any:
-        """Return the predictions of all ranks. A collective."""
         predictions = run()
         self._draws.note_apart(PREDICTED)
         self._draws.warn()
-        if predictions is None:
-            return None
-        if self._loop.num_dataloaders == 1:
-            return self._of_all(0, predictions)
-        return [self._of_all(index, own) for index, own in enumerate(predictions)]
+        return predictions
+
+    def _gather(self) -> None:
+        """Let all ranks have all outputs, and their indices, if anything asks for them. A collective then."""
+        loop, intervals = self._loop, [getattr(each, "interval", None) for each in self._trainer.callbacks]
+        if not (loop.return_predictions or any(getattr(each, "on_epoch", False) for each in intervals)):
+            return
+        outputs = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+        for index, held in enumerate(zip(outputs, loop.epoch_batch_indices, strict=True)):
+            for own in held if self._is_divided(index) else ():
+                own[:] = gather_outputs(own)
 
     def _reset(self, reset: Callable[[], None]) -> None:
         """Set the loaders' limits before the first batch."""
@@ -64,9 +71,6 @@ class Predictions:
         """Return the indices of the samples in each batch drawn, by the batch's number."""
         drawn = loader.indices if isinstance(loader, ShardedLoader) else None
         return indices(loader) if drawn is None else dict(zip(itertools.count(get_rank(), get_world_size()), drawn))
-
-    def _of_all(self, index: int, predictions: list[Any]) -> list[Any]:
-        return gather_outputs(predictions) if self._is_divided(index) else predictions
 
     def _is_divided(self, index: int) -> bool:
         return isinstance(_parts.loaders_of(self._loop)[index], ShardedLoader)

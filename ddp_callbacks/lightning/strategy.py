@@ -28,7 +28,15 @@ from ddp_callbacks.gradients.comm_hooks import CommHook
 from ddp_callbacks.gradients.compression import Compress
 from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.lightning import _logged, _parts, loggers
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, shard, weight_function
+from ddp_callbacks.lightning.batches import (
+    Batches,
+    Reduction,
+    Weight,
+    give_loaders_back,
+    shard,
+    show_whole_loaders,
+    weight_function,
+)
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.keep_going import RecoveringLauncher
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -211,6 +219,8 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
                 self._exit.callback(self._synchronizer.close)
             else:
                 self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)
+        if self._batch_size == "global" and (self.world_size > 1 or self._divides_alone):
+            show_whole_loaders(self._trainer, self._exit)
         if self.world_size == 1:
             _logged.silence_advice(self.package, self._exit)
         else:
