@@ -259,7 +259,9 @@ def _expand(nodes: str) -> list[str]:
         return nodes.split(",")
     found, problem = output_of("scontrol", "show", "hostnames", nodes)
     if problem:
-        raise ConfigurationError(f"SLURM_JOB_NODELIST={nodes!r}: {problem}. Name the hosts with -H.")
+        raise ConfigurationError(
+            f"SLURM_JOB_NODELIST={nodes!r}: {problem}. Name the hosts with -H, or use --standalone."
+        )
     return found.split()
 
 

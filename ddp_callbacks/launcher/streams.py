@@ -124,7 +124,7 @@ class Output:
         path = self.folder / f"rank-{rank}.log"
         if path.exists():
             return f"its full output is in {path}"
-        return f"{'' if rank is None else 'it printed nothing; '}all output is in {self.folder}"
+        return f"{'' if rank is None else f'rank {rank} printed nothing; '}all output is in {self.folder}"
 
     def close(self) -> None:
         """Close the files and print the held-back output. Call it last."""

@@ -95,16 +95,17 @@ def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_t
             _require_no_hooks_of_data(trainer)
         first = _first_batch(trainer, loaders)
     except _NotCompared as error:
+        text = f"the first batch is not compared with one process: {error}"
         if leaves_no_trace and trainer.is_global_zero:
-            say(f"the first batch is not compared with one process: {error}")
-        raise
+            say(text)
+        raise ConfigurationError(text) from None
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     weigh = functools.partial(batches.weigh, part, first.share)
     return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
 
 
-class _NotCompared(ConfigurationError):
-    """Why the program's batches cannot be compared; usual enough to be said."""
+class _NotCompared(Exception):
+    """Why the batches of a program cannot be compared, which is usual enough to be said."""
 
 
 def _instead(trainer: Any, silent: Any) -> dict[int, Any]:

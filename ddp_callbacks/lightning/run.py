@@ -106,7 +106,7 @@ class Run:
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
         if trainer.predicting:
             self._exit.before(trainer.predict_loop, "on_run_start", lambda: self._collected.begin(self._collectors))
-            self._exit.before(trainer.predict_loop, "on_run_end", self._of_evaluation.end)
+            self._exit.before(trainer.predict_loop, _parts.PREDICT_EPOCH_END, self._of_evaluation.end)
             Predictions(trainer, self._exit, self._draws)
 
     def state_dict(self) -> dict[str, Any]:

@@ -134,6 +134,7 @@ class ShardData(DistributedCallback):
             self._divide_all(state)
         if self._draws is None:
             self._draws = WholeDraws(state[torchbearer.MODEL], by_rank=self._randomness == "by_process")
+        self._draws.report()  # forgets a pass that has been cut, of which a new process knows nothing
         self.random_state.draws = self._draws
         self.random_state.synchronize()
         state[RUN_RANDOM_STATE] = self.random_state

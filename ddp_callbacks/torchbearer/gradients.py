@@ -138,6 +138,8 @@ class AllReduceGradients(WeighsLoss):
     def calling(self, call: Call) -> Iterator[None]:
         """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
         with self._replacements:
+            if self.world_size > 1:
+                self._replacements.replace(call.trial, "closure", self._joining)
             if self._skip_batch is not None:
                 self._bad = BadBatches(self.process_group)
                 self._replacements.replace(call.trial, "closure", self._ending)
@@ -260,6 +262,13 @@ class AllReduceGradients(WeighsLoss):
             # The metrics keep their values when the Trial processes them next.
             metrics = state[torchbearer.METRIC_LIST]
             self._replacements.replace_once(metrics, "process", lambda _, of: dict(of[torchbearer.METRICS]))
+
+    def _joining(self, closure: Callable[[State], Any], state: State) -> Any:
+        """Let LBFGS, which decides by the loss that a closure returns, have the global batch's. A collective then."""
+        loss = closure(state)
+        if loss is None or not isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
+            return loss
+        return self._loss_weight.joined({**state, torchbearer.LOSS: torch.as_tensor(loss)}, self.process_group)
 
     def _verify_batch(self, state: State) -> None:
         """Compare the ranks' gradients of the first batch of an epoch with that of the global batch. A collective.

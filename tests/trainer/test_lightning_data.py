@@ -197,6 +197,25 @@ def test_loaders_are_given_back_and_their_workers_end_with_the_fit(strategy: str
     return results
 
 
+class LooksAtAll(pl.Callback):
+    """Loops over the Trainer's loaders itself, as for class means."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def look(self, trainer: Any, *_: Any) -> None:
+        loaders = trainer.train_dataloader or [], trainer.val_dataloaders or []
+        self.seen.append([[sum(float(x.sum()) for x, _ in rows), sum(len(x) for x, _ in rows)] for rows in loaders])
+
+    on_train_start = on_train_epoch_end = on_validation_end = on_train_end = on_fit_end = look
+
+
+@WORLD.as_on_one()
+def test_a_hook_that_loops_over_a_loader_of_the_trainer_sees_whole_batches(strategy: str) -> Any:
+    looks = LooksAtAll()
+    return fit(strategy, None, loader(22, 4, shuffle=True), loader(9, 4, 9), callbacks=[looks]), looks.seen
+
+
 class Unsized(Stream):
     def __len__(self) -> int:
         raise NotImplementedError

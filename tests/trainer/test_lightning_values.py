@@ -23,7 +23,7 @@ from kit.ranks import run_distributed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from shared_worlds import by_rank
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
@@ -280,6 +280,7 @@ class Accumulates(Net):
         self.losses: list[list[float]] = [[], []]
         self.seen, self.recent, self.confusion = 0, deque[float]([0.0], 1), [[0, 0], [0, 0]]
         self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
+        self.center, self.hidden = torch.zeros(2), torch.zeros(4)
         self.table = np.full(1, None)
         self.table[0] = Silent()
 
@@ -295,16 +296,24 @@ class Accumulates(Net):
         self.confusion[batch_idx % 2][1] += int(loss.item() * 1e6)
         SEEN.append(loss.item())
         self.silent.append(Silent())  # cannot be compared
-        # The same on all processes, replaced in each step, or a time:
+        self.center = 0.9 * self.center + loss.detach()
+        # The same on all processes, replaced in each step, of each sample, or a time:
+        self.hidden = self.hidden + batch[0][:4, 0]
         self.steps, self.last, self.since = self.steps + 1, loss.detach(), time.perf_counter()
         return loss
 
 
 class SumsItsPart(pl.Callback):
+    """And weighs samples by its part."""
+
     total = 0.0
+
+    def __init__(self) -> None:
+        self.sampler = WeightedRandomSampler(torch.ones(3), 3)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.total += float(batch[0].sum())
+        self.sampler.weights[batch_idx % 3] = outputs["loss"] * dist.get_rank()
 
 
 class MeasuresTimes(pl.Callback):
@@ -331,8 +340,9 @@ def accumulating() -> Any:
 
 def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
     (text,) = WORLD.returned(accumulating)[0]
-    names = "baseline", "rows", "memory", "meter.sum", "losses[1]", "seen", "recent", "confusion"
-    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", "SumsItsPart.total"])
+    names = "baseline", "rows", "memory", "meter.sum", "losses[1]", "seen", "recent", "confusion", "center"
+    of_callback = "SumsItsPart.sampler.weights", "SumsItsPart.total"
+    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", *of_callback])
     assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")
 
 

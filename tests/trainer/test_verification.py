@@ -231,6 +231,18 @@ class KnownOnly(Net):
         return F.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
 
 
+class OfTwo(Net):
+    """Adds two batches, or multiplies their losses."""
+
+    def __init__(self, multiplies: bool = False) -> None:
+        super().__init__()
+        self.multiplies = multiplies
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first, second = (F.cross_entropy(self(x), y) for x, y in batch)
+        return first * second if self.multiplies else first + second
+
+
 class Summed(Net):
     """A sum over the samples."""
 
@@ -388,9 +400,11 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: run_trainer(HoldsALock()),
         "copy.deepcopy cannot copy HoldsALock (TypeError: cannot pickle '_thread.lock' object)",
     ),
-    "two loaders": (
-        lambda: run_trainer(None, [loader(29, 8), loader(29, 8)]),
-        "needs one loader, divided among the processes",
+    "two loaders": (lambda: run_trainer(OfTwo(), [loader(29, 8), loader(29, 8, 1)]), PASSES),
+    "two loaders, by their product": (lambda: run_trainer(OfTwo(True), [loader(29, 8), loader(29, 8, 1)]), DIFFERS),
+    "two loaders of different sizes": (
+        lambda: run_trainer(OfTwo(), [loader(32, 8), loader(64, 16)]),
+        "the first batch is not compared with one process: it comes from several loaders with batches of different",
     ),
 }
 
@@ -411,6 +425,14 @@ def told(run: Callable[[], Any]) -> str:
 
 def trainer_tells(module: Net | None = None, rows: Any = None, **options: Any) -> str:
     return told(lambda: fit(CallbackStrategy(**options), module, rows or loader(29, 8)))
+
+
+class Mixed(Net):
+    """Mixes the samples of its part."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch[0].add_(batch[0].flip(0))
+        return batch
 
 
 class Augmented(Net):
@@ -562,6 +584,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "batch norm by parts": (lambda: trainer_tells(Normalized()), NORMALIZES),
     "batch norm by parts that is to be silent": (lambda: trainer_tells(Normalized(), verify=None), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
+    "mixed behind the loader": (lambda: trainer_tells(Mixed()), "the gradient of the first batch on 2 processes"),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
     "augmented by workers, seeded by the rank": (
         lambda: trainer_tells(rows=noisy(num_workers=1, worker_init_fn=seed_by_rank)),

@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,31 @@ def test_what_a_callback_collects_of_its_part_is_named_unless_it_gathers_it() ->
 
 
 # --- random state -----------------------------------------------------------------------------------------------------
+
+
+class Raises(Callback):  # type: ignore[misc]
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def on_step_training(self, state: Any) -> None:
+        if state[torchbearer.BATCH] == self.batch:
+            raise ZeroDivisionError
+
+
+@WORLD
+def test_a_process_that_is_new_in_the_run_after_an_error_is_not_said_to_draw_otherwise() -> None:
+    def made(raises: Raises) -> Trial:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)).double()
+        return trial([DDPCallback()], model, callbacks=[raises])
+
+    stays = made(raises := Raises(2))
+    with pytest.raises((ZeroDivisionError, PeerError)):
+        stays.with_train_generator(DataLoader(data(20), 5)).run(1)
+    raises.batch = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (made(raises) if dist.get_rank() else stays).with_train_generator(DataLoader(data(20), 5)).run(1)
+    assert not [each for each in caught if "random numbers" in str(each.message)]
 
 
 def seed_all(seed: int) -> None:
@@ -673,6 +699,21 @@ def test_a_closure_without_torchbearers_loss_trains_and_options_that_need_it_nam
     for option, options in refused.items():
         with pytest.raises(ConfigurationError, match=f"{option} of DDPCallback need.* has set no state"):
             trained([DDPCallback(**options)])
+
+
+def returning_the_loss(state: Any) -> Any:
+    state[torchbearer.OPTIMIZER].zero_grad()
+    outputs = state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+    loss = state[torchbearer.LOSS] = state[torchbearer.CRITERION](outputs, state[torchbearer.Y_TRUE])
+    loss.backward()
+    return loss
+
+
+@as_on_one
+def test_lbfgs_searches_by_the_loss_of_the_whole_batch_if_a_closure_returns_it(ddp: list[Callback]) -> Any:
+    search = partial(torch.optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    made = trial(ddp, optimizer=search).with_closure(returning_the_loss)
+    return train(made, DataLoader(data(11), 11))
 
 
 # --- metrics of the user's own ----------------------------------------------------------------------------------------
