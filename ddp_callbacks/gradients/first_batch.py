@@ -20,7 +20,7 @@ from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, is_called_by_us
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
 from ddp_callbacks.gradients.weighing import silence
-from ddp_callbacks.process_group.default_group import as_one_process
+from ddp_callbacks.process_group.default_group import as_one_process, in_step
 from ddp_callbacks.randomness import Rows, WholeDraws
 
 Weight = Callable[[], tuple[float, float | None]]
@@ -56,7 +56,7 @@ class Computation:
     draws: WholeDraws | None = None
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        """Return the loss of a batch. Ranks have other parts here than in training, so steps must not communicate.
+        """Return the loss of a batch. Ranks have other parts here than in training, so torch's collectives are refused.
 
         Raises:
             ConfigurationError: The step has called a function of :data:`COLLECTIVES`, which was not begun.
@@ -65,7 +65,8 @@ class Computation:
         for name, original in originals.items():
             setattr(dist, name, _refused(name, original))
         try:
-            return self.loss_of(copies, batch)
+            with in_step():
+                return self.loss_of(copies, batch)
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)

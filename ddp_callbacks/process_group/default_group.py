@@ -31,6 +31,7 @@ from ddp_callbacks.versions import how_to_install
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 _MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi
 _as_one = ContextVar("as one process", default=False)
+_alone = ContextVar("this library, too", default=False)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -40,7 +41,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes in ``group``; 1 before this process joins a group."""
-    if not dist.is_initialized() or (is_as_one_process() and not is_called_by_us()):
+    if not dist.is_initialized() or _alone.get() or (is_as_one_process() and not is_called_by_us()):
         return 1
     return dist.get_world_size(group)
 
@@ -67,6 +68,16 @@ def as_one_process() -> Iterator[None]:
 def is_as_one_process() -> bool:
     """Whether this is inside :func:`as_one_process`."""
     return _as_one.get()
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Inside, a step of the program runs: what it gathers within :func:`as_one_process` is what one process has."""
+    token = _alone.set(is_as_one_process())
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def current_env() -> WorkerEnv:

@@ -24,9 +24,22 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from trainer_cases import OURS, TWO, Bodies, message_of, quiet
-from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, lbfgs, loader, masked
+from trainers import (
+    CLASSES,
+    FEATURES,
+    LogsAll,
+    Net,
+    Normalized,
+    NormalizedMaskedMean,
+    counted,
+    fit,
+    lbfgs,
+    loader,
+    masked,
+)
 
 from ddp_callbacks import get_world_size
+from ddp_callbacks.comm import all_gather_object
 from ddp_callbacks.data.sharding import shard_loader
 from ddp_callbacks.gradients import verification
 from ddp_callbacks.gradients.verification import verify_gradient
@@ -243,6 +256,21 @@ class OfTwo(Net):
         return first * second if self.multiplies else first + second
 
 
+class GathersAQueue(Net):
+    """Compares each sample with the last ones of all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = torch.zeros(0, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0])
+        self.queue = torch.cat([self.queue, *all_gather_object(outputs.detach(), "the outputs")])[-30:]
+        loss = (outputs @ self.queue.T).logsumexp(1).mean()
+        self.log("loss", loss)
+        return loss
+
+
 class Summed(Net):
     """A sum over the samples."""
 
@@ -400,6 +428,7 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: run_trainer(HoldsALock()),
         "copy.deepcopy cannot copy HoldsALock (TypeError: cannot pickle '_thread.lock' object)",
     ),
+    "a queue of rows that are gathered": (lambda: run_trainer(GathersAQueue()), PASSES),
     "two loaders": (lambda: run_trainer(OfTwo(), [loader(29, 8), loader(29, 8, 1)]), PASSES),
     "two loaders, by their product": (lambda: run_trainer(OfTwo(True), [loader(29, 8), loader(29, 8, 1)]), DIFFERS),
     "two loaders of different sizes": (
