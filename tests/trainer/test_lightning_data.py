@@ -381,7 +381,7 @@ def rows_by_index(batches: list[Any]) -> dict[int, torch.Tensor]:
 
 
 def test_prediction_writers_get_each_row_once_with_its_index_and_all_at_the_end_of_the_epoch() -> None:
-    """Prediction writers get each row once, and at last all."""
+    """Prediction writers get each row once, finally all."""
     for (samples, _), expected, *ranks in zip(
         WRITTEN, on_one(predictions_written), *WORLD.returned(predictions_written), strict=True
     ):
