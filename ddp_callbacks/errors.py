@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
+from types import FrameType
 from typing import Any
 
 EXIT_PREEMPTED = 75
@@ -115,6 +116,14 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     with _telling_ddprun(text):
         warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the caller's frame, its caller's and so on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def reader_of(name: str) -> str | None:

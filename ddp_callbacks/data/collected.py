@@ -26,10 +26,10 @@ _ENTRIES = 100  # of a list or dict, in which to look for more
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
 _OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
-_EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
+EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
-_WARNING = (
+COLLECTS = (
     "each process collects in {names} what it computes itself, so what you compute from it is not that of all samples. "
     "Use a metric, or let all processes gather it before you use it: all_gather_object(own, 'what') of "
     "ddp_callbacks.comm returns what each has."
@@ -81,7 +81,7 @@ class Collected:
             for name, held in itertools.chain(_held_by(self._owners), *buffers):
                 with suppress(Exception):
                     if isinstance(held, int | float) or _size(held) == 1:
-                        yield name, float(held)
+                        yield name, float(held.detach() if isinstance(held, torch.Tensor) else held)
 
     def _is_count(self, name: str, grown: float) -> bool:
         """Whether this has counted the samples of the parts, or so many for each by the sizes that a function reads."""
@@ -132,7 +132,7 @@ class Collected:
         self._warned.update(wholes)
         if names and rank == 0:
             shown = dict.fromkeys(name if wholes[_whole(name)] == 1 else _whole(name) for name in names)
-            warn(_WARNING.format(names=", ".join(shown)))
+            warn(COLLECTS.format(names=", ".join(shown)))
 
 
 def _whole(name: str) -> str:
@@ -229,4 +229,4 @@ def _may_collect(owner: Any) -> bool:
     module = str(type(owner).__module__)
     if module != _DECORATED and module.partition(".")[0] in _GATHERING:
         return False
-    return not any(_EXCHANGES.intersection(each.__code__.co_names) for each in functions_of(owner))
+    return not any(EXCHANGES.intersection(each.__code__.co_names) for each in functions_of(owner))

@@ -21,6 +21,7 @@ _READS, _ASSIGNS = (
     {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"},
     {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"},
 )
+_OF_VARIABLE = re.compile("_(FAST|NAME|GLOBAL|DEREF)")
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 
 
@@ -40,6 +41,29 @@ def may_read(owner: Any, hook: str, *words: str) -> bool:
 def measures(owner: Any) -> bool:
     """Whether a function of an object reads a clock, or how much memory is used."""
     return any(not _CLOCKS.isdisjoint(names) for names in _names(owner))
+
+
+def running_in(code: CodeType) -> set[str]:
+    """Return the variables that a statement of this code computes from themselves, without those of what measures."""
+    if not _CLOCKS.isdisjoint(code.co_names):
+        return set()
+    read, running = dict[str, Any](), set[str]()  # the line in which each was last read
+    for each in dis.get_instructions(code):
+        if not _OF_VARIABLE.search(each.opname) or each.positions is None:
+            continue
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # of one instruction that does two
+        for kind, name in zip(re.findall("LOAD|STORE", each.opname), names, strict=False):
+            if kind == "LOAD":
+                read[name] = each.positions.lineno
+            elif read.get(name) == each.positions.lineno:
+                running.add(name)
+    return running
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return all names in this code, and in that of the functions inside."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def is_measured(owners: Iterable[Any], name: str) -> bool:

@@ -164,11 +164,11 @@ def _may_use(value: Any) -> bool:
 
 def is_own(kind: Any) -> bool:
     """Whether a class or a function is the program's own, of no library."""
-    return not _is_of_library(str(kind.__module__))  # code from exec may have none
+    return not is_of_library(str(kind.__module__))  # code from exec may have none
 
 
 @cache
-def _is_of_library(module: str) -> bool:
+def is_of_library(module: str) -> bool:
     """Whether this is no module of the user's own."""
     place = getattr(sys.modules.get(module), "__file__", None) or ""
     return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place

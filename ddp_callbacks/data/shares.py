@@ -42,6 +42,11 @@ class Share:
     total: int | None
     rows: Rows | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def fraction(self) -> float | None:
+        """How much of the batch this rank computes; ``None`` if unknown here."""
+        return None if self.total is None else self.local / max(1, self.total)
+
     def __add__(self, other: Share) -> Share:
         total = None if self.total is None or other.total is None else self.total + other.total
         return Share(self.local + other.local, total)

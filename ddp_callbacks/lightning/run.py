@@ -71,7 +71,7 @@ class Run:
         if synchronizer is not None:
             self._checks = ReplicaChecks(held, synchronizer.times, trainer.strategy.on_divergence)
         self._exit = replacements
-        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, replacements)
+        self.metrics = SyncedMetrics([held.model, *trainer.callbacks], self.is_padding, self._fraction, replacements)
         self._draws = WholeDraws(held.model, by_rank=trainer.strategy.randomness == "by_process")
         self.random_state = RunRandomState()
         self.random_state.draws = self._draws
@@ -422,8 +422,15 @@ class Run:
 
     def is_padding(self) -> bool:
         """Whether this rank has no sample of the batch that is being computed."""
+        return self._is_in_batch and self.batches.is_padding
+
+    def _fraction(self) -> float | None:
+        return self.batches.share.fraction if self._is_in_batch else None
+
+    @property
+    def _is_in_batch(self) -> bool:
         results = _logged.results_of(self._trainer)
-        return results is not None and results.is_in_batch and self.batches.is_padding
+        return results is not None and bool(results.is_in_batch)
 
 
 def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:

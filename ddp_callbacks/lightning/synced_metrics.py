@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.lightning._torchmetrics import (
@@ -35,9 +35,18 @@ class SyncedMetrics:
     Args:
         owners: Modules, and other objects whose attributes may be metrics.
         is_padding: Returns whether this rank is computing a padding batch, whose states must not be merged.
+        fraction: Returns how much of the batch this rank computes; ``None`` outside of batches. The mean of a part
+            counts so in a ``MeanMetric``, which gets no weight: it is the mean of the batches' means, on any number of
+            processes.
     """
 
-    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool], replacements: Replacements) -> None:
+    def __init__(
+        self,
+        owners: Iterable[Any],
+        is_padding: Callable[[], bool],
+        fraction: Callable[[], float | None],
+        replacements: Replacements,
+    ) -> None:
         self._metrics = metrics_of(owners)
         self._always = {id(metric) for metric in self._metrics if metric.dist_sync_on_step}
         self._is_padding = is_padding
@@ -46,6 +55,8 @@ class SyncedMetrics:
         for metric in self._metrics:
             if metric.dist_sync_fn is None and not isinstance(vars(metric).get(SYNC), Replaced):
                 replacements.replace(metric, SYNC, functools.partial(self._sync, metric))
+                if isinstance(metric, MeanMetric):
+                    replacements.replace(metric, "update", functools.partial(_update, fraction))
 
     @property
     def meet_in_forward(self) -> bool:
@@ -80,6 +91,15 @@ class SyncedMetrics:
         name = f"the states of {type(metric).__name__}"
         sent = all_gather_object(None if self._is_padding() else own, name, process_group or metric.process_group)
         merge_states(metric, [states for states in sent if states is not None] or [own])
+
+
+def _update(
+    fraction: Callable[[], float | None], update: Callable[..., None], value: Any, *args: Any, **options: Any
+) -> None:
+    """Update a ``MeanMetric``; a single number without a weight counts by this rank's fraction of the batch."""
+    is_alone = not (args or options or getattr(value, "shape", None))
+    mine = fraction() if is_alone else None
+    update(value, *args, **options) if mine is None else update(value, mine)
 
 
 def remember_traces(module: torch.nn.Module, metrics: SyncedMetrics) -> list[Trace]:

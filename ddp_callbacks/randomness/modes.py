@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ddp_callbacks._torch import TorchDispatchMode, change_function_modes, composite_kernel
+from ddp_callbacks.errors import frames
 from ddp_callbacks.randomness.dimension import ARRANGING, KNOWN, BatchDims, DrawByRankError, blocks_of
 from ddp_callbacks.randomness.dropout import dropout, is_simple
 from ddp_callbacks.randomness.generators import (
@@ -119,7 +120,7 @@ class DrawingOperators(TorchDispatchMode):
 
     def begin(self, rows: Rows) -> None:
         """Draw for a batch of which this rank has these rows."""
-        self.rows, self.draws, self._around = rows, 0, set(_frames())
+        self.rows, self.draws, self._around = rows, 0, set(frames())
         self._batch += 1
         self._counts.clear()
         self._blocks.clear()
@@ -257,21 +258,13 @@ class DrawingOperators(TorchDispatchMode):
 
 def _line() -> str:
     """Return the user's file and line that run."""
-    frames = (frame for frame in _frames() if not _is_of_package(frame.f_globals.get("__name__", "")))
-    frame = next(frames, sys._getframe())
+    outside = (frame for frame in frames() if not _is_of_package(frame.f_globals.get("__name__", "")))
+    frame = next(outside, sys._getframe())
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
 
 
 def _is_of_package(module: str) -> bool:
     return module.partition(".")[0] in (*_HOSTS, "torch", "contextlib")
-
-
-def _frames() -> Iterator[FrameType]:
-    """Yield the caller's frame, its caller's and so on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
@@ -284,7 +277,7 @@ def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
     """
     layer, stack, is_recomputed = None, [], False
     is_called_by_host = False
-    for frame in itertools.islice(_frames(), 4, None):  # after those of this module
+    for frame in itertools.islice(frames(), 4, None):  # after those of this module
         code = frame.f_code
         name = frame.f_globals.get("__name__", "")
         is_called_by_host = is_called_by_host or name.partition(".")[0] in _HOSTS

@@ -86,6 +86,4 @@ def _weight_by_criterion(state: State) -> float | torch.Tensor | None:
 
 def fraction_of(share: Share, world_size: int) -> float:
     """Return this rank's fraction of the batch's samples; if the total is unknown, that of equal parts."""
-    if share.total is None:
-        return 1 / world_size
-    return share.local / share.total if share.total else 0.0
+    return 1 / world_size if share.fraction is None else share.fraction

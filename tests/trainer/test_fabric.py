@@ -37,6 +37,7 @@ from trainer_cases import OURS, TWO, Bodies, message_of, on_one
 from ways import RELATIVE, Way, alone, in_each, prove, results
 
 from ddp_callbacks import get_rank
+from ddp_callbacks.data import loop_variables
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.lightning import CallbackFabricStrategy
 
@@ -151,6 +152,28 @@ def test_a_loop_that_divides_the_batch_size_itself_is_named() -> None:
     ):
         made.setup_dataloaders(batches)
     made.setup_dataloaders(batches)
+
+
+def summed_by_hand() -> float:
+    made, total, batches = fabric(OURS), 0.0, 0
+    for x, _ in made.setup_dataloaders(loader(13, 4)):
+        total += x.sum()
+        batches += 1
+    return float(total) / batches
+
+
+@WORLD.on(TWO)
+def test_a_sum_that_a_loop_keeps_is_named_unless_the_program_gathers() -> None:
+    texts = []
+    for names in ({"summed_by_hand"}, set[str]()):  # of functions that gather
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(loop_variables, "EXCHANGES", names)
+            summed_by_hand()
+        said = [str(each.message).partition(",")[0] for each in caught]
+        texts.append([text for text in said if "collects" in text])
+    named = "each process collects in summed_by_hand.total what it computes itself"
+    assert texts == [[], [named] * (get_rank() == 0)]
 
 
 @WORLD.on(TWO)

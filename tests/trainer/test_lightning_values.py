@@ -23,7 +23,9 @@ from kit.ranks import run_distributed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from shared_worlds import by_rank
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
@@ -108,6 +110,35 @@ class OneSided(LogsAll):
     def on_before_backward(self, loss: torch.Tensor) -> None:
         if self.trainer.is_global_zero:
             assert "loss59" in self.trainer.callback_metrics
+
+
+class MeansOfMeans(Net):
+    """Keeps means of the batches' means in torchmetrics that get no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = torch.nn.ModuleDict({"trained": MeanMetric(), "validated": MeanMetric()})
+
+    def observe(self, batch: Any, stage: str) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.means[stage](loss)
+        self.log(stage, self.means[stage], on_step=stage == "trained", on_epoch=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.observe(batch, "trained")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.observe(batch, "validated")
+
+
+@WORLD.as_on_one(TWO, GLOO)
+def test_a_mean_metric_without_weights_is_the_mean_of_the_batches_means(strategy: str) -> Any:
+    torch.set_default_dtype(torch.float64)  # that of torchmetrics, too
+    try:
+        return fit(strategy, MeansOfMeans(), loader(17, 8), loader(9, 8, 9))  # a rank has no sample of the last ones
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @WORLD.as_on_one()

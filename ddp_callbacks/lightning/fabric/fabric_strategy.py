@@ -53,6 +53,7 @@ class CallbackFabricMixin(ProcessesMixin):
     _weight_of: Weight | None = None  # made from the option when the first batch is drawn
     _divides_next = False  # whether to divide the loader that Fabric sets up next
     _last = Share(1, None)
+    _fraction: float | None = None  # of the batch of a loop's body
     _weights = (1.0, 1.0)  # of the last backward
     _backwards = 0
 
@@ -230,7 +231,7 @@ class CallbackFabricMixin(ProcessesMixin):
         if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():
-                _synced([metric])
+                self._synced([metric])
             self._random.begin_pass()
         try:
             yield running
@@ -244,10 +245,10 @@ class CallbackFabricMixin(ProcessesMixin):
     @contextmanager
     def computing(self, running: Pass, batch: Any, share: Share, draws: WholeDraws | None) -> Iterator[None]:
         """Note a batch drawn from a loader. Afterwards remove the traces of a padding batch. Local."""
-        self._last, models = share, self._models.whole()
+        self._last, self._fraction, models = share, share.fraction, self._models.whole()
         undo = ExitStack()
         if not share.local:
-            undo.callback(remember_padding(models, _synced(metrics_of_program())))
+            undo.callback(remember_padding(models, self._synced(metrics_of_program())))
             undo.callback(remember_lists(models))
         if self.world_size > 1 and torch.is_grad_enabled():
             if self._weight_of is None:
@@ -260,6 +261,7 @@ class CallbackFabricMixin(ProcessesMixin):
             yield
         finally:
             self._random.end(running)
+            self._fraction = None
             undo.close()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -301,17 +303,16 @@ class CallbackFabricMixin(ProcessesMixin):
             self._batches.compute(inputs)
         return convert(inputs)
 
+    def _synced(self, metrics: list[Metric]) -> SyncedMetrics:
+        """Let metrics merge their states by this package's messages from now on."""
+        return SyncedMetrics(metrics, lambda: False, lambda: self._fraction, Replacements())
+
     def _seed_workers_alike(self, loader: Any) -> None:
         """Seed the workers equally on all ranks, which load the same batches and divide them afterwards."""
         chosen = loader.worker_init_fn
         if isinstance(chosen, functools.partial) and chosen.keywords.get("rank") == self.global_rank:  # Fabric's
             loader.worker_init_fn = None
             _parts.seed_workers(self.package, loader, 0)
-
-
-def _synced(metrics: list[Metric]) -> SyncedMetrics:
-    """Let metrics merge their states by this package's messages from now on."""
-    return SyncedMetrics(metrics, lambda: False, Replacements())
 
 
 def _plain(value: Any) -> Any:

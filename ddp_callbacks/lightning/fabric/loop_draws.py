@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.data.loop_variables import LoopVariables
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.lightning.fabric.loss_batches import Pass
+from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
 
 _END = object()
@@ -22,7 +24,7 @@ class LoopDraws:
     """Lets the bodies of loops over divided loaders draw for the whole batch. All ranks have one random state."""
 
     def __init__(self) -> None:
-        self._state = RunRandomState()
+        self._state, self._variables = RunRandomState(), LoopVariables()
         self._bodies: dict[Pass, _Body] = {}  # that of the batch drawn last comes last
 
     def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -55,11 +57,14 @@ class LoopDraws:
             self._state.synchronize()
 
     def end_pass(self, draws: WholeDraws) -> None:
-        """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what could not be drawn whole."""
+        """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what is not of the whole batch."""
         with self._outside():
             self._state.draws = draws
-            self._state.take(all_gather_object(self._state.report(), "the random state"))
+            own = [self._state.report(), self._variables.sums()]
+            reports, sums = zip(*all_gather_object(own, "the random state"), strict=True)
+            self._state.take(reports)
         draws.warn()
+        self._variables.warn(sums, get_rank())
 
     @contextmanager
     def _outside(self) -> Iterator[None]:

@@ -1,0 +1,71 @@
+"""Find what a program's own loop sums up in its variables: on several processes, each has only its part."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+
+import torch
+
+from ddp_callbacks.data.collected import COLLECTS, EXCHANGES
+from ddp_callbacks.data.own_code import names_in, running_in
+from ddp_callbacks.data.sample_seeds import is_of_library, is_own
+from ddp_callbacks.errors import frames, warn
+
+
+class LoopVariables:
+    """The sums that loops over batches keep in variables, in a program that nowhere gathers anything."""
+
+    def __init__(self) -> None:
+        self._gathers: bool | None = None  # whether the program does so somewhere
+        self._told: set[str] = set()
+
+    def sums(self) -> dict[str, float]:
+        """Return the sums of the loop that has just ended, by name. Local."""
+        if self._gathers is None:
+            self._gathers = not EXCHANGES.isdisjoint(_names_of_program())
+        frame = next(_own_frames(), None)
+        if frame is None or self._gathers:
+            return {}
+        is_function = frame.f_code.co_name.isidentifier()
+        where = frame.f_code.co_name if is_function else Path(frame.f_code.co_filename).stem
+        return {f"{where}.{name}": number for name, number in _numbers(frame, running_in(frame.f_code)).items()}
+
+    def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
+        """Warn on rank 0 of what differs between the ranks: see :meth:`sums`."""
+        first = of_ranks[0]
+        differ = [name for name in first if any(other.get(name, first[name]) != first[name] for other in of_ranks)]
+        new = [name for name in differ if name not in self._told]
+        self._told.update(new)
+        if new and rank == 0:
+            warn(COLLECTS.format(names=", ".join(new)))
+
+
+def _numbers(frame: FrameType, names: set[str]) -> dict[str, float]:
+    """Return the values of variables that are single numbers."""
+    held = frame.f_locals
+    values = {name: held[name] for name in sorted(names & held.keys())}
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        held.clear()  # a copy, which would keep alive what the function lets go
+    tensors = {name: of.detach() for name, of in values.items() if isinstance(of, torch.Tensor) and of.numel() == 1}
+    plain = {name: of for name, of in values.items() if type(of) in (int, float)}
+    return {name: float(of) for name, of in (plain | tensors).items() if of == of}  # a NaN differs from itself
+
+
+def _own_frames() -> Iterator[FrameType]:
+    return (frame for frame in frames() if not is_of_library(str(frame.f_globals.get("__name__"))))
+
+
+def _names_of_program() -> set[str]:
+    """Return all names in the code of the program that is running, as far as its modules are known."""
+    spaces = {id(frame.f_globals): frame.f_globals for frame in _own_frames()}
+    known = [value for space in spaces.values() for value in space.values()]
+    modules = [each for each in known if isinstance(each, ModuleType) and not is_of_library(each.__name__)]
+    known += [value for module in modules for value in vars(module).values()]
+    known += [value for each in known if isinstance(each, type) and is_own(each) for value in vars(each).values()]
+    functions = [each for each in known if isinstance(each, FunctionType) and is_own(each)]
+    codes = {each.__code__ for each in functions} | {frame.f_code for frame in _own_frames()}
+    return set().union(*map(names_in, codes))
