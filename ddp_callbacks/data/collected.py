@@ -46,6 +46,7 @@ class Collected:
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
+        self._modules: list[torch.nn.Module] = []  # among these
         self._before: dict[str, Any] = {}
         self._new: dict[str, int] = {}
         self._exchanges: tuple[int, int] | None = None  # at the end, until the first look at what came after
@@ -58,7 +59,9 @@ class Collected:
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [part for each in owners for part in _with_layers(each) if _may_collect(part)]
+        self._owners = [each for each in owners if _may_collect(each)]
+        self._modules = [each for each in self._owners if isinstance(each, torch.nn.Module)]
+        self._owners += [layer for module in self._modules for layer in _own_layers(module)]
         self._before, self._new, self._begin = {}, {}, time.monotonic()
         self._carried, self._sizes = {name for each in self._owners for name in carried_by(each)}, set()
         with suppress(Exception):  # an object of the user's may not answer what it is asked
@@ -74,9 +77,7 @@ class Collected:
         self._sizes.add(samples)
 
     def _numbers(self) -> Iterator[tuple[str, float]]:
-        buffers = [
-            each.named_buffers(type(each).__name__) for each in self._owners if isinstance(each, torch.nn.Module)
-        ]
+        buffers = [each.named_buffers(type(each).__name__) for each in self._modules]
         with suppress(Exception):
             for name, held in itertools.chain(_held_by(self._owners), *buffers):
                 with suppress(Exception):
@@ -196,10 +197,14 @@ def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
                     yield from _within(f"{name}.{attribute}", inner, kinds)
 
 
-def _with_layers(owner: Any) -> list[Any]:
-    """Return an object, and the layers of the user's own classes that it has."""
-    layers = [*owner.modules()][1:] if isinstance(owner, torch.nn.Module) else []
-    return [owner, *(layer for layer in layers if is_own(type(layer)))]
+def _own_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of a module that are of the user's own classes, without metrics, which merge what they have."""
+    layers = [
+        layer for layer in module.modules() if layer is not module and is_own(type(layer)) and _may_collect(layer)
+    ]
+    return [
+        each for each in layers if not any(kind.__module__.startswith("torchmetrics") for kind in type(each).__mro__)
+    ]
 
 
 def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:

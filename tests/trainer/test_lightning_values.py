@@ -302,6 +302,29 @@ class Silent:
 SEEN: list[float] = []
 
 
+class Centers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = torch.zeros(())
+
+    def update(self, value: torch.Tensor) -> None:
+        self.center = 0.9 * self.center + value
+
+
+class OwnSum(torchmetrics.Metric):
+    """Is merged, so it collects nothing of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total = self.total + value
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
 class Accumulates(Net):
     """What later steps may use: means over the part of this process, in whatever they are."""
 
@@ -312,6 +335,7 @@ class Accumulates(Net):
         self.seen, self.recent, self.confusion = 0, deque[float]([0.0], 1), [[0, 0], [0, 0]]
         self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
         self.center, self.hidden = torch.zeros(2), torch.zeros(4)
+        self.others = torch.nn.ModuleList([Centers(), OwnSum()])
         self.table = np.full(1, None)
         self.table[0] = Silent()
 
@@ -328,6 +352,8 @@ class Accumulates(Net):
         SEEN.append(loss.item())
         self.silent.append(Silent())  # cannot be compared
         self.center = 0.9 * self.center + loss.detach()
+        for layer in self.others:
+            layer.update(loss.detach())
         # The same on all processes, replaced in each step, of each sample, or a time:
         self.hidden = self.hidden + batch[0][:4, 0]
         self.steps, self.last, self.since = self.steps + 1, loss.detach(), time.perf_counter()
@@ -372,8 +398,8 @@ def accumulating() -> Any:
 def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
     (text,) = WORLD.returned(accumulating)[0]
     names = "baseline", "rows", "memory", "meter.sum", "losses[1]", "seen", "recent", "confusion", "center"
-    of_callback = "SumsItsPart.sampler.weights", "SumsItsPart.total"
-    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", *of_callback])
+    others = "SumsItsPart.sampler.weights", "SumsItsPart.total", "Centers.center"
+    expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", *others])
     assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")
 
 
