@@ -32,6 +32,7 @@ _SLICE = timedelta(seconds=0.1)  # how often a waiting rank checks what it has h
 _LONG = 10  # slices of a wait before the others are told
 BEGIN = "the begin of a run"
 _TRACEBACK = 1 << 16  # characters
+_OF_WORKER = "DataLoader worker (pid"
 _ABORTED = "operations on GPUs were aborted, because the run has failed"
 
 
@@ -79,6 +80,9 @@ def wait(pending: Pending, purpose: str, group: dist.ProcessGroup) -> None:
         if is_aborted() and purpose != BEGIN:
             raise RuntimeError(_ABORTED)  # the result may be meaningless
     except (MismatchError, RuntimeError) as error:
+        if str(error).startswith(_OF_WORKER):  # raised by torch's handler of signals in whatever this rank is doing
+            presence().failed = True
+            raise
         _fail(error, purpose, group, run)
     finally:
         if not is_beside_training:

@@ -30,8 +30,10 @@ from ddp_callbacks.comm.collectives import (
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
-from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group import join_process_group
+from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.replicas.parameters import (
     MESSAGE_NBYTES,
     broadcast_optimizer_state,
@@ -357,3 +359,19 @@ def test_tensors_that_differ_in_shape_or_dtype_are_named_and_left() -> None:
             first, second = (str(each).removeprefix("torch.") for each in (dtype, other_dtype))
             assert f"tensor: {[*shape]} {first} on cpu on rank 0; {[*other_shape]} {second}" in str(raised.value)
             assert bool((mine == 1).all())
+
+
+class EndsWithAWorker:
+    """torch raises this in the main thread, whatever that does."""
+
+    def wait_slice(self, seconds: float) -> bool:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+
+@WORLD
+def test_the_death_of_a_loader_s_worker_during_a_wait_is_not_taken_for_that_of_a_rank() -> None:
+    assert dist.group.WORLD is not None
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker") as raised:
+        wait(EndsWithAWorker(), "the test", dist.group.WORLD)
+    assert not isinstance(raised.value, PeerError)
+    presence().failed = False
