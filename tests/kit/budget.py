@@ -75,7 +75,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Any:
     costs = {**_costs, **declared}
     _costs.clear()
     if hasattr(item.config, "workeroutput") and time.monotonic() - _begin > _CALIBRATE_EVERY * len(_calibrations):
-        _calibrations.append(_calibrate())
+        _calibrations.append(calibrate())
     item.user_properties.append(("costs", costs))
     if over := exceeded("smoke" if "smoke" in marks else tier_of(item), costs):
         pytest.fail(f"over the budget of its tier, {tier_of(item)}: {', '.join(over)}; see tests/budget.toml", False)
@@ -101,8 +101,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["cpu"] = round(sum(usage.ru_utime + usage.ru_stime for usage in used))
         session.config.workeroutput["calibrations"] = _calibrations
     elif _is_whole(session.config):
-        slowness = statistics.fmean(_calibrations or [_calibrate()]) / NUMBERS["calibration"]
-        _totals["cpu"] = round(_totals["cpu"] / slowness)
+        taken = statistics.fmean(_calibrations or [calibrate()])
+        _totals["cpu"] = round(_totals["cpu"] / taken * NUMBERS["calibration"])
         if _over(session.config) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -132,7 +132,7 @@ def _over(config: pytest.Config) -> list[str]:
     return [kind for kind, most in allowed.items() if _totals[kind] > most * (1.25 if kind == "cpu" else 1)]
 
 
-def _calibrate() -> float:
+def calibrate() -> float:
     """Return the seconds of CPU time that 200 steps of a small MLP take here and now."""
     torch.set_num_threads(1)
     with torch.random.fork_rng():

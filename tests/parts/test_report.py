@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchbearer
+from kit.budget import NUMBERS, calibrate
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -445,7 +446,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_recording_a_step_takes_microseconds(tmp_path: Path) -> None:
-    # less than 0.3 % of a step of 5 ms
     (tmp_path / "out").touch()
     made, batches = Recorder(str(tmp_path / "out")), type("Batches", (), {})()
 
@@ -461,7 +461,9 @@ def test_recording_a_step_takes_microseconds(tmp_path: Path) -> None:
             made.step()
         return (time.process_time() - begin) / count
 
-    assert min(steps(1000) for _ in range(5)) < 0.003 * 0.005
+    # 15 us, or 0.3 % of a step of 5 ms, where the calibration takes as long as noted
+    slowness = min(calibrate() for _ in range(3)) / NUMBERS["calibration"]
+    assert min(steps(1000) for _ in range(5)) < 0.003 * 0.005 * slowness
 
 
 def test_a_recorder_counts_each_part_of_a_step(clock: list[float], tmp_path: Path) -> None:
