@@ -92,7 +92,7 @@ def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_t
     """Return the batch, before the hooks that transfer it."""
     try:
         if leaves_no_trace:
-            _require_no_transfer_hooks(trainer)
+            _require_no_hooks_of_data(trainer)
         first = _first_batch(trainer, loaders)
     except _NotCompared as error:
         text = f"the first batch is not compared with one process: {error}"
@@ -132,10 +132,11 @@ def _first_batch(trainer: Any, loaders: Sequence[Any]) -> WholeBatch:
     )
 
 
-def _require_no_transfer_hooks(trainer: Any) -> None:
-    """Raise if the user has hooks that the comparison would call once more: as a default it must leave no trace."""
-    if names := [*_parts.own_transfer_hooks(trainer)]:
-        raise _NotCompared(f"that would call {names[0]} once more")
+def _require_no_hooks_of_data(trainer: Any) -> None:
+    """Raise if the datamodule has hooks that the comparison would call once more: it must leave no trace there."""
+    hooks = _parts.own_transfer_hooks(trainer)
+    if names := [name for name, owner in hooks.items() if owner is trainer.datamodule]:
+        raise _NotCompared(f"that would call {names[0]} of the datamodule once more")
 
 
 def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:

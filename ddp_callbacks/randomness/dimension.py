@@ -56,6 +56,7 @@ class _Seen:
         varies: Whether a size beside that of the batch has changed.
         is_compared: Whether a comparison has drawn here.
         is_right: Whether it has shown that the guess was right.
+        was_wrong: Whether batches were computed with another dimension before it was told.
     """
 
     layer: str
@@ -73,6 +74,7 @@ class _Seen:
     varies: bool = False
     is_compared: bool = False
     is_right: bool = False
+    was_wrong: bool = False
 
 
 class BatchDims:
@@ -119,9 +121,9 @@ class BatchDims:
         if seen is None:
             is_in_hook = self.is_in_hook and order is None
             seen = self._seen[place] = _Seen(name(), known, order is None, is_in_hook, rows.samples, shape)
-        seen.is_compared = seen.is_compared or self.is_comparing
         if shape != seen.shape or rows.samples != seen.samples:
             self._learn(seen, shape, rows.samples)
+        seen.is_compared = seen.is_compared or self.is_comparing
         if seen.refusal:
             raise DrawByRankError(seen.refusal)
         dim = seen.dim if seen.is_told else _guess(seen, shape, rows.samples)
@@ -142,7 +144,8 @@ class BatchDims:
         has_other_sizes = _has_other_sizes(seen, shape)
         seen.varies = seen.varies or has_other_sizes
         if self.is_comparing and seen.is_told and not was_told:
-            seen.doubt = ""  # nothing was computed with another one
+            if seen.is_compared:
+                seen.doubt, seen.was_wrong = "", False  # nothing was computed with another one
             if has_other_sizes:
                 seen.refusal = _PADDED.format(_text(shape), _text(seen.shape))
 
@@ -158,7 +161,7 @@ class BatchDims:
     def confirm(self) -> None:
         """Note that what was drawn in a comparison is what one process draws."""
         for seen in self._seen.values():
-            if seen.is_compared:
+            if seen.is_compared and not seen.was_wrong:
                 seen.is_right, seen.doubt = True, ""
 
     def varying(self) -> str:
@@ -223,8 +226,8 @@ def _compare(seen: _Seen, shape: Sequence[int], samples: int) -> None:
         before, seen.is_told, seen.dim = _guess(seen, seen.shape, seen.samples), True, grown[0] if grown else None
         found = "no dimension" if seen.dim is None else f"dimension {seen.dim}"
         wrong = f"{found} of what it draws holds the batch, but another was taken in earlier batches"
-        seen.doubt = "" if before == seen.dim else f"{wrong}: {_FIRST}"
-        seen.taken = -1
+        seen.was_wrong = before != seen.dim
+        seen.doubt, seen.taken = f"{wrong}: {_FIRST}" * seen.was_wrong, -1
     else:
         seen.refusal = _UNEQUAL
 

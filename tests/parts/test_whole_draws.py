@@ -400,6 +400,23 @@ def test_only_ranks_that_compute_all_batches_must_draw_the_same_amount(
         draws.warn()
 
 
+@pytest.mark.parametrize(
+    ("begins_before", "says"), [(True, r"dimension 1 of .* but another was taken in earlier batches"), (False, "")]
+)
+def test_a_comparison_does_not_excuse_what_was_drawn_otherwise_before(
+    begins_before: bool, says: str
+) -> None:
+    draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
+    whole, part = Rows(0, 5, 5), Rows(0, 3, 5)
+    before = [(part, draws.batch(part))] * begins_before
+    for rows, context in (*before, *((rows, draws.comparing(rows, module)) for rows in (whole, part))):
+        with context:
+            module(torch.ones(3, rows.samples, 6))
+    draws.confirm()
+    with pytest.warns(UserWarning, match=says) if says else nullcontext():
+        draws.warn()
+
+
 def test_a_layer_that_draws_for_parts_padded_to_other_lengths_is_named() -> None:
     draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
     for rows, length in ((Rows(0, 16, 16), 7), (Rows(0, 11, 16), 5)):

@@ -20,6 +20,9 @@ WAYS = [Way(2, resumed_on=3), Way(3, resumed_on=1), Way(2, layout=(1, 1), resume
 FOUND = {  # programs that once differed, and said nothing or the wrong thing
     "a draw that cannot be told in a hook of a Trial's batch": Program("trial", 0, ("noise_in_batches=rrelu",)),
     "a draw that cannot be told in a hook of a Trainer's batch": Program("trainer", 0, ("noise_in_batches=rrelu",)),
+    "a draw that cannot be told in a hook, before a comparison tells it": Program(
+        "trainer", 6, ("noise_in_batches=rsample_of_several",)
+    ),
     "noise in gradients of a step by hand": Program("trainer", 0, ("by_hand", "noise_in_gradients=torch")),
     "a criterion that is no module, and has one": Program(
         "trial", 420054, ("criterion_with_a_buffer", "criterion_is_an_object"), cut=0.4
