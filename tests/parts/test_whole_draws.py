@@ -403,9 +403,7 @@ def test_only_ranks_that_compute_all_batches_must_draw_the_same_amount(
 @pytest.mark.parametrize(
     ("begins_before", "says"), [(True, r"dimension 1 of .* but another was taken in earlier batches"), (False, "")]
 )
-def test_a_comparison_does_not_excuse_what_was_drawn_otherwise_before(
-    begins_before: bool, says: str
-) -> None:
+def test_a_comparison_does_not_excuse_what_was_drawn_otherwise_before(begins_before: bool, says: str) -> None:
     draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
     whole, part = Rows(0, 5, 5), Rows(0, 3, 5)
     before = [(part, draws.batch(part))] * begins_before
