@@ -45,6 +45,7 @@ Verify = Literal["warn", "first_batch"]
 
 _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
+_TELLING_VALUE = 3e-4  # of a logged value: 1,000 times what rounding to float32 makes of a mean
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
@@ -232,7 +233,8 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
             expected, own = attempt(lambda: (of_whole(), of_part()))
             own = _weighed(own, fraction_of(first.logs or first.weight, group))
             gathered = all_gather_object([own, expected], PURPOSE, group)
-            if text := _differing(gathered, lambda: attempt(of_whole), group):
+            telling = _telling_value(computation.parts[0])
+            if text := _differing(gathered, telling, lambda: attempt(of_whole), group):
                 draws.require_told()
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
@@ -309,7 +311,8 @@ def _compare(
     if not found and computation.draws is not None:
         computation.draws.confirm()
     if not differing:
-        if text := _differing([each[2:] for each in gathered], lambda: attempt(of_whole)[1], group):
+        telling = _telling_value(computation.parts[0])
+        if text := _differing([each[2:] for each in gathered], telling, lambda: attempt(of_whole)[1], group):
             draws.require_told()
             raise MismatchError(
                 f"the gradient of {which} is that of one process, but the mean over the processes of what the "
@@ -337,8 +340,17 @@ def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
     return {name: fraction and fraction * value for name, value in logged.items()}  # without samples they may be NaN
 
 
+def _telling_value(module: nn.Module) -> float:
+    """Return which part of a logged value rounding does not explain: more with half precision, and GPUs use TF32."""
+    is_half = torch.is_autocast_enabled("cpu") or any(
+        each.is_cuda or torch.finfo(each.dtype).bits < 32 for each in module.parameters() if each.is_floating_point()
+    )
+    return _TELLING if is_half else _TELLING_VALUE
+
+
 def _differing(
     gathered: Sequence[Sequence[Mapping[str, float]]],
+    telling: float,
     again: Callable[[], Mapping[str, float]],
     group: dist.ProcessGroup | None,
 ) -> str:
@@ -346,12 +358,13 @@ def _differing(
 
     Args:
         gathered: The values of each rank's part, times its fraction, and those of the whole batch.
+        telling: Which part of a value rounding does not explain.
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
     parts, (expected, *_) = zip(*gathered, strict=True)
     joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
     sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
-    differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > _TELLING * size + _ROUNDING]
+    differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > telling * size + _ROUNDING]
     if not differ:
         return ""
     repeated = again()

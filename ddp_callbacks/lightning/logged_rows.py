@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,6 +33,10 @@ class Row(NamedTuple):
     value: torch.Tensor | float
 
 
+Way = Literal["samples", "constant", "sizes"]
+"""What a value is a mean over, and counts by: the samples; these, but all batches count alike; the sizes."""
+
+
 class Joined(NamedTuple):
     """The value of a whole batch, or of a hook outside of batches.
 
@@ -40,14 +44,14 @@ class Joined(NamedTuple):
         key: Lightning's key of the value.
         value: The value of all ranks together.
         size: The weight of the value among batches.
-        missed: What Lightning's sums of values and of sizes would have more if it were a mean over the rows' sizes.
+        missed: What Lightning's sums of values and of sizes would have more in the other ways, if it is a mean.
         ends: The lowest and the highest of the ranks' values, for a mean logged outside of batches.
     """
 
     key: str
     value: float
     size: float
-    missed: tuple[float, float]
+    missed: dict[Way, Sequence[float]]
     ends: tuple[float, float] | None
 
 
@@ -68,17 +72,18 @@ class Sizes:
     def __init__(self, by_size: Iterable[str] = (), seen: Mapping[str, Any] | None = None) -> None:
         self.by_size, self.seen = set(by_size), {**(seen or {})}
 
-    def is_constant(self, key: str) -> bool:
-        """Whether all sizes of a key were the same, and not just the samples."""
+    def way_of(self, key: str) -> Way:
+        """Return how the values of a key count. Later batches may tell that it is another way."""
+        if key in self.by_size:
+            return "sizes"
         sizes, differs = self.seen.get(key, ([], False))
-        return key not in self.by_size and len(sizes) == 1 and differs
+        return "constant" if len(sizes) == 1 and differs else "samples"
 
     def note(self, rows: Sequence[Row], is_alike: bool) -> None:
         """Note the parts of a batch.
 
-        Sizes that are the samples say nothing new. A constant counts all batches alike, and is at least a part's
-        samples, or 1, logged alike on each rank; the value is then a mean over the samples. Everything else is a mean
-        over the sizes.
+        Sizes that are the samples say nothing new. A constant is at least a part's samples, or 1, logged alike on each
+        rank; everything else is what the value is a mean over.
 
         Args:
             is_alike: Whether the ranks have logged the key equally often in this batch, and not for each sample.
@@ -117,7 +122,7 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], siz
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
     for rows in parts:
         sizes.note(rows, _are_alike(calls.get((rows[0].position, rows[0].key), set())))
-    return [_join(rows, operation_of(rows[0].key), sizes) for rows in parts]
+    return [_join(rows, operation_of(rows[0].key), sizes.way_of(rows[0].key)) for rows in parts]
 
 
 def _are_alike(calls: set[tuple[int, int]]) -> bool:
@@ -126,31 +131,22 @@ def _are_alike(calls: set[tuple[int, int]]) -> bool:
     return len(numbers) <= 1 and (numbers <= {1} or any(number != samples for number, samples in calls))
 
 
-def _join(rows: Sequence[Row], operation: str, known: Sizes) -> Joined:
+def _join(rows: Sequence[Row], operation: str, way: Way) -> Joined:
     """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
     values, sizes = [float(row.value) for row in rows], [row.size for row in rows]
-    value = _combine(values, [row.weight for row in rows], operation)
-    size = _size_of(rows, known.is_constant(rows[0].key))
-    missed = 0.0, 0.0
+    value, is_outside = _combine(values, [row.weight for row in rows], operation), rows[0].position < 0
+    ways: dict[Way, tuple[float, float]] = {
+        "samples": (value, max(sizes) if is_outside else sum(sizes)),
+        "constant": (value, max(sizes)),
+        "sizes": (_combine(values, sizes, operation), sum(sizes)),
+    }
+    value, size = ways.pop(way)
+    missed: dict[Way, Sequence[float]] = {}
     if operation == "mean":
-        by_size, total = _combine(values, sizes, operation), sum(sizes)
-        if rows[0].key in known.by_size:
-            value, size = by_size, total
-        else:
-            missed = by_size * total - value * size, total - size
-    is_outside = rows[0].position < 0
+        missed = {other: [mean * total - value * size, total - size] for other, (mean, total) in ways.items()}
     counted = [float(row.value) for row in rows if row.weight] or values
     ends = (min(counted), max(counted)) if is_outside and operation == "mean" else None
     return Joined(rows[0].key, value, size, missed, ends)
-
-
-def _size_of(rows: Sequence[Row], is_constant: bool) -> float:
-    """Return the weight of a batch among batches: a constant size counts once, not for each rank."""
-    sizes = [row.size for row in rows]
-    samples = rows[0].total or sum(row.samples for row in rows)
-    if rows[0].position < 0 or (is_constant and (sizes[0] == 1 or sizes[0] >= samples)):
-        return max(sizes)
-    return sum(sizes)
 
 
 def _combine(values: list[float], weights: list[float], operation: str) -> float:

@@ -28,7 +28,7 @@ from ddp_callbacks.errors import warn
 from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import begin_again, is_computed, set_step_value, value_of
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.logged_rows import Joined, Row, Sizes, join, plain
+from ddp_callbacks.lightning.logged_rows import Joined, Row, Sizes, Way, join, plain
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics
 from ddp_callbacks.process_group import get_rank
 
@@ -65,7 +65,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._dtypes: dict[str, str] = {}  # of logged values, by key
         self._shared: dict[str, str | None] = {}  # keys that all ranks have, with the dtypes that they know
         self._sizes = Sizes()
-        self._missed: dict[str, Sequence[float]] = {}  # by key: the sums of Joined.missed, unless it is one of them
+        self._missed: dict[str, dict[Way, Sequence[float]]] = {}  # by key: the sums of Joined.missed
         self._logged: set[str] = set()  # keys since remember()
         self._warned: set[str] = set()  # names that have caused a warning
         self._position, self._first, self._samples = -1, 0, 0
@@ -254,12 +254,15 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         if joined.ends is not None and key not in self.synced and get_rank() == 0:
             self._warn_of_difference(metric.meta.name, *joined.ends)
         super().update_metrics(key, self._tensor(joined), _whole(joined.size))
-        missed = [before + more for before, more in zip(self._missed.pop(key, (0.0, 0.0)), joined.missed, strict=True)]
-        if key not in self._sizes.by_size:
-            self._missed[key] = missed
-        elif any(missed) and metric.meta.on_epoch:
-            metric.value = metric.value + missed[0]
-            metric.cumulated_batch_size = metric.cumulated_batch_size + _whole(missed[1])
+        missed = self._missed.get(key, {})
+        now = missed.pop(self._sizes.way_of(key), (0.0, 0.0))
+        if any(now) and metric.meta.on_epoch:
+            metric.value = metric.value + now[0]
+            metric.cumulated_batch_size = metric.cumulated_batch_size + _whole(now[1])
+        self._missed[key] = {
+            way: [sum(each) for each in zip(more, missed.get(way, (0.0, 0.0)), [-each for each in now], strict=True)]
+            for way, more in joined.missed.items()
+        }
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
         """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""

@@ -73,9 +73,20 @@ def test_a_key_counts_by_its_sizes_in_each_batch_once_one_batch_shows_that_it_do
 
     known = Sizes()
     (first,) = join([rows(8), rows(8)], lambda _: "mean", known)
-    assert (known.by_size, first.value, first.missed) == (set(), 8.0, (64.0, 8.0))
+    assert (known.by_size, first.value, first.missed["sizes"]) == (set(), 8.0, [64.0, 8.0])
     found = join([rows(9, 9), rows(9, 3)], lambda _: "mean", known)
-    assert (known.by_size, [joined[1:4] for joined in found]) == ({"loss"}, [(9.0, 18, (0, 0)), (7.5, 12, (0, 0))])
+    assert (known.by_size, [joined[1:3] for joined in found]) == ({"loss"}, [(9.0, 18), (7.5, 12)])
+
+
+def test_a_constant_that_was_the_samples_of_parts_counts_those_batches_alike_too() -> None:
+    def rows(samples: int) -> list[Row]:
+        return [Row("loss", 0, samples, 2 * samples, samples, 32.0, True, 3.0)]
+
+    known = Sizes()
+    (first,) = join([rows(32)] * 2, lambda _: "mean", known)
+    (last,) = join([rows(20)] * 2, lambda _: "mean", known)
+    assert (first.size, first.missed["constant"]) == (64, [-96.0, -32.0])
+    assert (last.size, known.way_of("loss")) == (32, "constant")
 
 
 def test_small_counts_that_look_like_a_constant_or_the_samples_count_once_the_key_has_had_others() -> None:

@@ -314,7 +314,7 @@ def logs_a_masked_mean(p: TrainerBuild, stage: str) -> None:
 
 @trainer_part(without="loss lbfgs")  # as many closures as samples look like a value of each sample
 def logs_with_a_constant_batch_size(p: TrainerBuild) -> None:
-    size = p.rng.choice([1, 64])
+    size = p.rng.choice([1, 7, 64])
     in_steps(p, "training", lambda module, batch: module.log("c", batch[0].mean(), batch_size=size, on_epoch=True))
 
 

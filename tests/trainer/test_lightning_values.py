@@ -548,6 +548,18 @@ def test_a_masked_mean_counts_by_its_mask_also_where_the_parts_count_equally(str
     return dict(made.callback_metrics)
 
 
+class LogsByAConstant(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("by_4", batch[0].mean(), batch_size=4)
+
+
+@WORLD.as_on_one()
+def test_batches_count_alike_by_a_constant_size_that_first_is_that_of_a_part(strategy: str) -> Any:
+    made = trainer(strategy)
+    made.validate(LogsByAConstant(), DataLoader(TensorDataset(torch.arange(12.0) ** 2), 8), verbose=False)
+    return dict(made.callback_metrics)
+
+
 # --- before the strategy is set up ------------------------------------------------------------------------------------
 
 
