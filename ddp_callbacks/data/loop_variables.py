@@ -15,9 +15,16 @@ from ddp_callbacks.data.own_code import names_in, running_in
 from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 from ddp_callbacks.errors import frames, warn
 
+_FILLS = {"append", "extend"}
+_PADDED = (
+    "{ranks} had no sample of a batch in the loop of {place}, and computed one of another rank's once more: what the "
+    "loop sums or collects itself, and gathers, has it twice. Use a metric, or leave out batches for which "
+    "fabric.strategy.share.local is 0."
+)
+
 
 class LoopVariables:
-    """The sums that loops over batches keep in variables, in a program that nowhere gathers anything."""
+    """The sums that loops over batches keep in variables."""
 
     def __init__(self) -> None:
         self._gathers: bool | None = None  # whether the program does so somewhere
@@ -30,9 +37,7 @@ class LoopVariables:
         frame = next(_own_frames(), None)
         if frame is None or self._gathers:
             return {}
-        is_function = frame.f_code.co_name.isidentifier()
-        where = frame.f_code.co_name if is_function else Path(frame.f_code.co_filename).stem
-        return {f"{where}.{name}": number for name, number in _numbers(frame, running_in(frame.f_code)).items()}
+        return {f"{_place(frame)}.{name}": of for name, of in _numbers(frame, running_in(frame.f_code)).items()}
 
     def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`sums`."""
@@ -42,6 +47,16 @@ class LoopVariables:
         self._told.update(new)
         if new and rank == 0:
             warn(COLLECTS.format(names=", ".join(new)))
+
+    def warn_of_padding(self, ranks: Sequence[int]) -> None:
+        """Warn if the loop that has just ended collects for others, and these ranks had no sample of a batch. Local."""
+        frame = next(_own_frames(), None)
+        if not ranks or not self._gathers or frame is None or "share" in _names_of_program():
+            return
+        place, collects = _place(frame), running_in(frame.f_code) or _FILLS.intersection(frame.f_code.co_names)
+        if collects and place not in self._told:
+            self._told.add(place)
+            warn(_PADDED.format(ranks=", ".join(f"rank {rank}" for rank in ranks), place=place))
 
 
 def _numbers(frame: FrameType, names: set[str]) -> dict[str, float]:
@@ -53,6 +68,11 @@ def _numbers(frame: FrameType, names: set[str]) -> dict[str, float]:
     tensors = {name: of.detach() for name, of in values.items() if isinstance(of, torch.Tensor) and of.numel() == 1}
     plain = {name: of for name, of in values.items() if type(of) in (int, float)}
     return {name: float(of) for name, of in (plain | tensors).items() if of == of}  # a NaN differs from itself
+
+
+def _place(frame: FrameType) -> str:
+    is_function = frame.f_code.co_name.isidentifier()
+    return frame.f_code.co_name if is_function else Path(frame.f_code.co_filename).stem
 
 
 def _own_frames() -> Iterator[FrameType]:

@@ -53,7 +53,13 @@ def verify_first_batch(
     silent = _silent(trainer)
 
     def load() -> FirstBatch:
-        return _load(trainer, loaders, batches, leaves_no_trace=comparisons.verify == "warn")
+        warns = comparisons.verify == "warn"
+        try:
+            return _load(trainer, loaders, batches, leaves_no_trace=warns)
+        except _NotComparedError as error:
+            if warns and trainer.is_global_zero:
+                say(str(error))
+            raise
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
         batch = _begin(copies[0], silent, logged, batch)
@@ -90,22 +96,19 @@ def compare_what_is_logged(
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
     """Return the batch, before the hooks that transfer it."""
-    try:
-        if leaves_no_trace:
-            _require_no_hooks_of_data(trainer)
-        first = _first_batch(trainer, loaders)
-    except _NotCompared as error:
-        text = f"the first batch is not compared with one process: {error}"
-        if leaves_no_trace and trainer.is_global_zero:
-            say(text)
-        raise ConfigurationError(text) from None
+    if leaves_no_trace:
+        _require_no_hooks_of_data(trainer)
+    first = _first_batch(trainer, loaders)
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     weigh = functools.partial(batches.weigh, part, first.share)
     return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
 
 
-class _NotCompared(Exception):
+class _NotComparedError(ConfigurationError):
     """Why the batches of a program cannot be compared, which is usual enough to be said."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the first batch is not compared with one process: {why}")
 
 
 def _instead(trainer: Any, silent: Any) -> dict[int, Any]:
@@ -125,7 +128,7 @@ def _first_batch(trainer: Any, loaders: Sequence[Any]) -> WholeBatch:
     if not others:
         return first
     if any(each.share != first.share for each in others):
-        raise _NotCompared("it comes from several loaders with batches of different sizes")
+        raise _NotComparedError("it comes from several loaders with batches of different sizes")
     join = functools.partial(_parts.combined_batch, _parts.active_loop(trainer))
     return WholeBatch(
         join([each.whole for each in (first, *others)]), join([each.part for each in (first, *others)]), first.share
@@ -136,7 +139,7 @@ def _require_no_hooks_of_data(trainer: Any) -> None:
     """Raise if the datamodule has hooks that the comparison would call once more: it must leave no trace there."""
     hooks = _parts.own_transfer_hooks(trainer)
     if names := [name for name, owner in hooks.items() if owner is trainer.datamodule]:
-        raise _NotCompared(f"that would call {names[0]} of the datamodule once more")
+        raise _NotComparedError(f"that would call {names[0]} of the datamodule once more")
 
 
 def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:

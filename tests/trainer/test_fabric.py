@@ -163,17 +163,17 @@ def summed_by_hand() -> float:
 
 
 @WORLD.on(TWO)
-def test_a_sum_that_a_loop_keeps_is_named_unless_the_program_gathers() -> None:
+def test_a_sum_that_a_loop_keeps_is_named_if_nothing_gathers_it_or_it_has_a_padding_batch() -> None:
     texts = []
-    for names in ({"summed_by_hand"}, set[str]()):  # of functions that gather
+    for names in (set[str](), {"all_gather"}, {"all_gather", "share"}):  # in the code of the program
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(loop_variables, "EXCHANGES", names)
+            patch.setattr(loop_variables, "_names_of_program", lambda names=names: names)
             summed_by_hand()
-        said = [str(each.message).partition(",")[0] for each in caught]
-        texts.append([text for text in said if "collects" in text])
+        texts.append([str(each.message).partition(",")[0] for each in caught if "itself" in str(each.message)])
     named = "each process collects in summed_by_hand.total what it computes itself"
-    assert texts == [[], [named] * (get_rank() == 0)]
+    padded = "rank 1 had no sample of a batch in the loop of summed_by_hand"
+    assert texts == ([[named], [padded], []] if get_rank() == 0 else [[], [], []])
 
 
 @WORLD.on(TWO)

@@ -256,7 +256,7 @@ class CallbackFabricMixin(ProcessesMixin):
             weights = weigh(batch, share, self._weight_of, self._reduction)
             self._batches.take(running, Draw(share, *weights, storages_of(batch)))
         if draws is not None:
-            self._random.begin(running, draws, share.rows)
+            self._random.begin(running, draws, share)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from typing import Any
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.loop_variables import LoopVariables
 from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.data.shares import Share
 from ddp_callbacks.lightning.fabric.loss_batches import Pass
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -24,7 +25,7 @@ class LoopDraws:
     """Lets the bodies of loops over divided loaders draw for the whole batch. All ranks have one random state."""
 
     def __init__(self) -> None:
-        self._state, self._variables = RunRandomState(), LoopVariables()
+        self._state, self._variables, self._has_padded = RunRandomState(), LoopVariables(), False  # in this pass
         self._bodies: dict[Pass, _Body] = {}  # that of the batch drawn last comes last
 
     def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -37,12 +38,13 @@ class LoopDraws:
                 return
             yield batch
 
-    def begin(self, running: Pass, draws: WholeDraws, rows: Rows | None) -> None:
+    def begin(self, running: Pass, draws: WholeDraws, share: Share) -> None:
         """Begin the body of a batch. Local."""
+        self._has_padded = self._has_padded or not share.local
         self._pause()
         for body in self._bodies.values():
             body.is_alone = False
-        self._bodies[running] = _Body(draws, rows)
+        self._bodies[running] = _Body(draws, share.rows)
 
     def end(self, running: Pass) -> None:
         """End the body of the last batch of a pass, if it has not ended, and those that began inside. Local."""
@@ -60,11 +62,14 @@ class LoopDraws:
         """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what is not of the whole batch."""
         with self._outside():
             self._state.draws = draws
-            own = [self._state.report(), self._variables.sums()]
-            reports, sums = zip(*all_gather_object(own, "the random state"), strict=True)
+            own = [self._state.report(), self._variables.sums(), self._has_padded]
+            reports, sums, padded = zip(*all_gather_object(own, "the random state"), strict=True)
             self._state.take(reports)
+        self._has_padded = False
         draws.warn()
         self._variables.warn(sums, get_rank())
+        if get_rank() == 0:
+            self._variables.warn_of_padding([rank for rank, pads in enumerate(padded) if pads])
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
