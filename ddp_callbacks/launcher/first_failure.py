@@ -292,7 +292,9 @@ def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     if first.rank is None:
         return f"{first}: {reason}"
     if first.has_failed and not (is_named and first.is_ours):
-        are_alike = len(ends) > 1 and all(end.printed and end.told == first.told for end in ends)
+        are_alike = len(ends) > 1 and all(
+            end.told == first.told and (end.printed or end.code == first.code) for end in ends
+        )
         all_have = ", like every rank," if are_alike or "MismatchError" in reason.partition(":")[0] else ""
         gone = [f"{end} exited with code {end.code}" for end in ends if end.code in (0, EXIT_PREEMPTED)]
         before = f". Before, {', '.join(gone)}" if gone and first.follows else ""
