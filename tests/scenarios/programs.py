@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import unittest.mock
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ import trainers
 import trials
 from kit.ranks import Nursery
 from kit.warm import Server
-from program_parts import PARTS, Part
+from program_parts import PARTS, TURNS, Part
 from program_parts_trainer import TrainerBuild
 from program_parts_trial import TrialBuild
 from torch.utils.data import TensorDataset
@@ -140,7 +141,9 @@ def execute(program: Program, way: Way | None, folder: str, moment: int | None =
         build.allowed = allowed
         for each in sorted(program.all_parts, key=lambda part: not part.samples_draw):  # loaders come behind their data
             each.add_to(build)
-        return build.run()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", f".*{TURNS}")  # its batches are those of one process that may be cut
+            return build.run()
 
     resumes = way is not None and program.cut is not None
     if way is not None and program.seed % 2:
