@@ -66,9 +66,10 @@ def write(content: io.BytesIO, path: str) -> None:
         write_atomically(path, fill)
         _flush_folder(folder)
     except OSError as error:
-        free = f" {shutil.disk_usage(folder).free / 1e6:.1f} MB are free there." if error.errno == errno.ENOSPC else ""
+        needed, free = (each / 1e6 for each in (content.getbuffer().nbytes, shutil.disk_usage(folder).free))
+        space = f" It takes {needed:.1f} MB; {free:.1f} MB are free there." if error.errno == errno.ENOSPC else ""
         raise CheckpointError(
-            f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(error.errno or 0)}.{free} "
+            f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(error.errno or 0)}.{space} "
             f"{_still_there(path)}{_REMEDIES.get(error.errno or 0, '')}"
         ) from error
 

@@ -56,7 +56,7 @@ class CheckpointFile:
         weights_only: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(os.path.expanduser(path))
         self._weights_only = weights_only
         self.process_group = process_group
         self._is_open = False

@@ -131,7 +131,7 @@ class ResumeOptions:
         super().__init__()
         self.require_host()
         Interval(every)  # raises if it is invalid
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(os.path.expanduser(path))
         self.every, self.on_signal, self.time_limit = every, on_signal, time_limit
         self.async_save, self.weights_only = async_save, weights_only
         self.preemption = self._make_preemption()

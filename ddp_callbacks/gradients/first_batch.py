@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,7 +58,9 @@ class Computation:
     draws: WholeDraws | None = None
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        """Return the loss of a batch. Ranks have other parts here than in training, so torch's collectives are refused.
+        """Return the loss of a copy of a batch, which the step may change. What it prints is dropped.
+
+        Ranks have other parts here than in training, so torch's collectives are refused.
 
         Raises:
             ConfigurationError: The step has called a function of :data:`COLLECTIVES`, which was not begun.
@@ -65,8 +69,8 @@ class Computation:
         for name, original in originals.items():
             setattr(dist, name, _refused(name, original))
         try:
-            with in_step():
-                return self.loss_of(copies, batch)
+            with in_step(), redirect_stdout(io.StringIO()):
+                return self.loss_of(copies, _copy_of(batch))
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
@@ -81,6 +85,13 @@ class Computation:
             if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
                 layer.dropout = 0.0
         return nullcontext()
+
+
+def _copy_of(batch: Any) -> Any:
+    """Return a deep copy, or what cannot be copied itself."""
+    with suppress(Exception):
+        return copy.deepcopy(batch)
+    return batch
 
 
 def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,10 +133,17 @@ class Draws:
 
     def of_part(self, first: FirstBatch) -> AbstractContextManager[None]:
         """Surround the computation of this rank's part, after one of the whole batch."""
-        if not self._is_exact(first):
-            return nullcontext()
+        return self._comparing_draws() if self._is_exact(first) else nullcontext()
+
+    @contextmanager
+    def _comparing_draws(self) -> Iterator[None]:
+        """Draw as after :meth:`of_whole`, and note if that was another amount."""
+        after_whole = self._shared.state
         self._shared.rewind()
-        return self._shared.drawing()
+        with self._shared.drawing():
+            yield
+        if self._draws is not None and not is_same_state(after_whole, self._shared.state):
+            self._draws.note_otherwise()
 
     @contextmanager
     def of_whole(self, first: FirstBatch) -> Iterator[Rows | None]:

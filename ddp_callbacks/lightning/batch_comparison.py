@@ -145,7 +145,6 @@ def _require_no_hooks_of_data(trainer: Any) -> None:
 def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:
     """Move a batch to the device, as Lightning's loop does, with the hooks of a copy of the module."""
     hooks = _parts.own_transfer_hooks(trainer)
-    batch = copy.deepcopy(batch) if hooks else batch  # they may write in it
     for name in _parts.TRANSFER_HOOKS:
         owner = trainer.datamodule if hooks.get(name, copied) is trainer.datamodule else copied
         device = (trainer.strategy.root_device,) * (name == "transfer_batch_to_device")

@@ -104,6 +104,7 @@ class WholeDraws:
         self._before: list[torch.Tensor] | None = None  # the states to compare with at the end of the batch
         self._by_program: set[str] = set()
         self.refused: dict[str, str] = {}
+        self._counts: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})  # of draws, in the last two comparisons
         self.has_skipped = False
         self._of_ranks: dict[str, str] = {}  # why a layer's draws may not be those of one process, on any rank
         self._is_compared = False
@@ -190,6 +191,14 @@ class WholeDraws:
             operators.end()
             operators.dims.is_comparing = False
             self.refused = self.refused if rows.is_whole else operators.refusals
+            self._counts = self._counts[-1], operators.counts_of_layers
+
+    def note_otherwise(self) -> None:
+        """Note that a part has drawn another amount than the whole batch, each of them in :meth:`comparing`. Local."""
+        whole, part = self._counts
+        layers = [layer for layer in {**whole, **part} if whole.get(layer) != part.get(layer)]
+        if not self.refused:
+            self._of_ranks |= dict.fromkeys(layers or ["a step"], _OTHERWISE) | self._of_ranks
 
     def learning_nothing(self) -> AbstractContextManager[None]:
         """Inside, :meth:`comparing` changes nothing for the batches that follow: whether it is called may be chance."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -95,6 +96,7 @@ class DrawingOperators(TorchDispatchMode):
         waits: Whether it has not done so yet.
         refusals: Why a layer draws by rank, by its name.
         dims: Which dimensions hold the batch.
+        counts_of_layers: In a comparison, how often each layer has drawn.
     """
 
     def __init__(self, module: nn.Module, rank: int | None, dims: BatchDims | None = None) -> None:
@@ -106,6 +108,7 @@ class DrawingOperators(TorchDispatchMode):
         self.recomputes = self.waits = False
         self.refusals: dict[str, str] = {}
         self.dims = BatchDims() if dims is None else dims
+        self.counts_of_layers = Counter[str]()
         self._module, self._rank = module, rank
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
@@ -220,6 +223,8 @@ class DrawingOperators(TorchDispatchMode):
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += 1
+        if self.dims.is_comparing:
+            self.counts_of_layers[self._name()] += 1
         tensor = None if is_of_one(operator, arguments) else arguments.get("self")
         order = None if tensor is None else memory_order(tensor)
         place = (self._place, self._drawn)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import logging
 import os
+import re
 import threading
 import time
 import warnings
@@ -464,6 +467,22 @@ class Mixed(Net):
         return batch
 
 
+class MixesInPlace(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batch[0].add_(batch[0].flip(0))
+        return super().training_step(batch, batch_idx)
+
+
+class DrawsForEach(Net):
+    """What it draws makes no difference, except for what draws next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        print("step", self.global_step)
+        for _ in batch[0]:
+            torch.rand(1)
+        return super().training_step(batch, batch_idx)
+
+
 class Augmented(Net):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]
@@ -614,6 +633,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "batch norm by parts that is to be silent": (lambda: trainer_tells(Normalized(), verify=None), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "mixed behind the loader": (lambda: trainer_tells(Mixed()), "the gradient of the first batch on 2 processes"),
+    "mixed in place by the step": (lambda: trainer_tells(MixesInPlace()), TELLS),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
     "augmented by workers, seeded by the rank": (
         lambda: trainer_tells(rows=noisy(num_workers=1, worker_init_fn=seed_by_rank)),
@@ -679,6 +699,16 @@ def test_an_inexact_loss_never_passes_silently(name: str) -> None:
             assert says in found and found.endswith("verify=None leaves the comparison out.)"), found
         else:
             assert found == "", found
+
+
+@WORLD.on(TWO)
+def test_a_step_that_draws_for_each_sample_is_named_and_prints_once() -> None:
+    said = "Some random numbers may not .* DrawsForEach .*: when, how often or how much it draws depends on the samples"
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, DrawsForEach(), loader(24, 8))
+    assert printed.getvalue().splitlines().count("step 0") == 1
+    assert sum(bool(re.match(said, str(each.message))) for each in caught) == 1
 
 
 class Traced(LogsAll):
