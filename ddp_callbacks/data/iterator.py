@@ -26,8 +26,8 @@ from ddp_callbacks.reporting.recorder import timed_loading
 _TAKES_TURNS = (
     "{name} (its sampler or iterable data set) draws random numbers from a global generator, and the steps or other "
     'loaders do, too. Usually they take turns; with Resume or randomness="by_sample" the loader draws from a copy, so '
-    "that a run can stop anywhere: its batches are those of one process with that option, not of a run without. Give the "
-    "sampler or data set a generator of its own, and they are the same."
+    "that a run can stop anywhere: its batches are those of one process with that option, not of a run without. Give "
+    "the sampler or data set a generator of its own, and they are the same."
 )
 
 
