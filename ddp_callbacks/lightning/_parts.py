@@ -54,6 +54,7 @@ PRIVATE = (
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
     "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
     "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _flattened",
+    "utilities.data:_extract_batch_size(batch)",
     # the strategy
     "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
@@ -100,6 +101,12 @@ def silent_logger(package: str) -> Any:
 def silent_profiler(package: str) -> Any:
     """Return a profiler that records nothing."""
     return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
+
+
+def size_taken(package: str, batch: Any) -> int | None:
+    """Return what Lightning takes for the number of samples in a batch: the first size that it finds."""
+    sizes = importlib.import_module(f"{ROOTS[package]}.utilities.data")._extract_batch_size(batch)
+    return next((size for size in sizes if size is not None), None)
 
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

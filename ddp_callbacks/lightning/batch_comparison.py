@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
-from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
+from ddp_callbacks.gradients.first_batch import PURPOSE, Computation, FirstBatch
 from ddp_callbacks.gradients.verification import Comparisons, check_logged
-from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
@@ -100,6 +101,7 @@ def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_t
         _require_no_hooks_of_data(trainer)
     first = _first_batch(trainer, loaders)
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
+    _note_sizes(trainer, whole, part if first.share.local else None, first.share.total)
     weigh = functools.partial(batches.weigh, part, first.share)
     return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
 
@@ -133,6 +135,17 @@ def _first_batch(trainer: Any, loaders: Sequence[Any]) -> WholeBatch:
     return WholeBatch(
         join([each.whole for each in (first, *others)]), join([each.part for each in (first, *others)]), first.share
     )
+
+
+def _note_sizes(trainer: Any, whole: Any, part: Any, samples: int | None) -> None:
+    """Note if Lightning takes sizes for the parts that don't add up to that of the whole batch. Then a collective."""
+    package = trainer.strategy.package
+    size = _parts.size_taken(package, whole)
+    if size not in (None, samples):
+        parts = all_gather_object(_parts.size_taken(package, part) or 0, PURPOSE)
+        if sum(parts) != size:
+            found = f"{size} for its first batch, which has {samples}, and {', '.join(map(str, parts))} for the parts"
+            _logged.results_of(trainer).odd_sizes = found
 
 
 def _require_no_hooks_of_data(trainer: Any) -> None:

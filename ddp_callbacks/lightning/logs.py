@@ -49,6 +49,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         logs_step: Whether a value of this step was logged for a logger.
         is_shown: Whether the Trainer's metrics have the values of the last step.
         logs_at_end: Whether this rank has logged anything since the last batch.
+        odd_sizes: What Lightning takes for numbers of samples, if those of parts don't add up; else empty.
     """
 
     def __init__(self, training: bool, trainer: Any, batches: Batches, metrics: SyncedMetrics) -> None:
@@ -57,7 +58,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
-        self.logs_at_end = False
+        self.logs_at_end, self.odd_sizes = False, ""
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -102,6 +103,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             super().update_metrics(key, value, batch_size)
             return
         metric.has_reset = False
+        if self.odd_sizes and metric.meta.on_epoch and metric.meta.is_mean_reduction and not self._is_given:
+            self._warn_of_sizes(metric.meta.name)
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
         self._note_dtype(key, str(value.dtype).removeprefix("torch."))
@@ -276,6 +279,16 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 "process. Log it in the step or use a torchmetrics metric; if the mean is what you want, pass "
                 "sync_dist=True.",
                 RuntimeWarning,
+            )
+
+    def _warn_of_sizes(self, name: str) -> None:
+        """Warn on rank 0, once per name, if the value would count by sizes that depend on the number of processes."""
+        if get_rank() == 0 and name not in self._warned:
+            self._warned.add(name)
+            warn(
+                f"{name!r} is logged without batch_size=, so batches count by what Lightning takes for the number of "
+                f"samples ({self.odd_sizes}): another mean than on one process, unless that is always the same. Pass "
+                "batch_size= to self.log."
             )
 
     def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:

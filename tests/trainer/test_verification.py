@@ -711,6 +711,29 @@ def test_a_step_that_draws_for_each_sample_is_named_and_prints_once() -> None:
     assert sum(bool(re.match(said, str(each.message))) for each in caught) == 1
 
 
+class LogsByLength(Net):
+    """Its batches of validation have the samples in the second dimension."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("by length", batch.mean())
+        self.log("by samples", batch.mean(), batch_size=batch.shape[1])
+
+
+def time_first(rows: list[int]) -> torch.Tensor:
+    return torch.ones(5 + rows[-1], len(rows))
+
+
+@WORLD.on(TWO)
+def test_a_value_that_counts_by_the_length_of_a_part_is_named() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, LogsByLength(), loader(24, 8), DataLoader(range(12), 4, collate_fn=time_first))
+    said = [str(each.message).partition(": ")[0] for each in caught if "is logged without" in str(each.message)]
+    sizes = "(8 for its first batch, which has 4, and 6, 8 for the parts)"
+    by = "so batches count by what Lightning takes for the number of samples"
+    assert said == [f"'by length' is logged without batch_size=, {by} {sizes}"] * (dist.get_rank() == 0)
+
+
 class Traced(LogsAll):
     """Keeps what its steps have done in attributes and in the Trainer, and logs by hand."""
 
