@@ -34,6 +34,7 @@ from ddp_callbacks.randomness.rows import Rows
 
 Way = Literal["whole", "none", "by_rank"]
 
+_SHOWN = 4  # reasons in one warning
 _OF_SAMPLES = "step", "sample", "transfer", "before transfer"  # stages in which what is drawn is for samples
 
 _UNSEEN = "compiled code, or code that is not Python, draws random numbers, or code sets a seed"
@@ -356,4 +357,5 @@ class WholeDraws:
         new = [line for about, line in lines.items() if about not in self._told]
         self._told.update(lines)
         if new:
-            warn("Some random numbers may not be those of one process. " + "; ".join(new) + ".")
+            more = f"; and {len(new) - _SHOWN} more" * (len(new) > _SHOWN)
+            warn(f"Some random numbers may not be those of one process. {'; '.join(new[:_SHOWN])}{more}.")

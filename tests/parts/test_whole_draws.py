@@ -415,6 +415,14 @@ def test_a_comparison_does_not_excuse_what_was_drawn_otherwise_before(begins_bef
         draws.warn()
 
 
+def test_a_warning_of_many_layers_counts_most_of_them() -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    refusals = {f"layer {number}": "draws by rank" for number in range(7)}
+    draws.compare([[7, 7]], [[False, refusals, {}, {}, {}]])
+    with pytest.warns(UserWarning, match="layer 3: draws by rank; and 3 more.$"):
+        draws.warn()
+
+
 def test_a_layer_that_draws_for_parts_padded_to_other_lengths_is_named() -> None:
     draws, module = WholeDraws(nn.Identity(), 0), nn.Dropout()
     for rows, length in ((Rows(0, 16, 16), 7), (Rows(0, 11, 16), 5)):
