@@ -45,7 +45,6 @@ Verify = Literal["warn", "first_batch"]
 
 _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
-_TELLING_VALUE = 3e-4  # of a logged value: 1,000 times what rounding to float32 makes of a mean
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
@@ -342,10 +341,10 @@ def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
 
 def _telling_value(module: nn.Module) -> float:
     """Return which part of a logged value rounding does not explain: more with half precision, and GPUs use TF32."""
-    is_half = torch.is_autocast_enabled("cpu") or any(
-        each.is_cuda or torch.finfo(each.dtype).bits < 32 for each in module.parameters() if each.is_floating_point()
-    )
-    return _TELLING if is_half else _TELLING_VALUE
+    parameters = trainable(module).values()
+    if any(each.is_cuda for each in parameters):
+        return _TELLING
+    return min(_TELLING, math.sqrt(max([torch.finfo(torch.float32).eps, *map(_epsilon, parameters)])))
 
 
 def _differing(

@@ -467,6 +467,13 @@ class Mixed(Net):
         return batch
 
 
+class LogsARoot(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("root", loss.detach().sqrt())
+        return loss
+
+
 class MixesInPlace(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         batch[0].add_(batch[0].flip(0))
@@ -633,6 +640,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "batch norm by parts that is to be silent": (lambda: trainer_tells(Normalized(), verify=None), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "mixed behind the loader": (lambda: trainer_tells(Mixed()), "the gradient of the first batch on 2 processes"),
+    "a root of a mean that is logged": (
+        lambda: trainer_tells(LogsARoot()),
+        "but the mean over the processes of what the training step logs is not: root (",
+    ),
     "mixed in place by the step": (lambda: trainer_tells(MixesInPlace()), TELLS),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
     "augmented by workers, seeded by the rank": (
