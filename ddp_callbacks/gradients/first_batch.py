@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class Computation:
         for name, original in originals.items():
             setattr(dist, name, _refused(name, original))
         try:
-            with in_step(), redirect_stdout(io.StringIO()):
+            with in_step(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 return self.loss_of(copies, _copy_of(batch))
         finally:
             for name, original in originals.items():
