@@ -49,13 +49,13 @@ class LoopVariables:
             warn(COLLECTS.format(names=", ".join(new)))
 
     def warn_of_padding(self, ranks: Sequence[int]) -> None:
-        """Warn if the loop that has just ended collects for others, and these ranks had no sample of a batch. Local."""
+        """Warn, once, if the loop that has just ended collects, and these ranks had no sample of a batch. Local."""
         frame = next(_own_frames(), None)
-        if not ranks or not self._gathers or frame is None or "share" in _names_of_program():
+        if not ranks or not self._gathers or frame is None or (place := _place(frame)) in self._told:
             return
-        place, collects = _place(frame), running_in(frame.f_code) or _FILLS.intersection(frame.f_code.co_names)
-        if collects and place not in self._told:
-            self._told.add(place)
+        self._told.add(place)
+        collects = running_in(frame.f_code) or _FILLS.intersection(frame.f_code.co_names)
+        if collects and "share" not in _names_of_program():
             warn(_PADDED.format(ranks=", ".join(f"rank {rank}" for rank in ranks), place=place))
 
 

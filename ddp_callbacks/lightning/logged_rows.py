@@ -138,7 +138,7 @@ def _join(rows: Sequence[Row], operation: str, way: Way) -> Joined:
     ways: dict[Way, tuple[float, float]] = {
         "samples": (value, max(sizes) if is_outside else sum(sizes)),
         "constant": (value, max(sizes)),
-        "sizes": (_combine(values, sizes, operation), sum(sizes)),
+        "sizes": (_combine(values, sizes, operation) if operation == "mean" else value, sum(sizes)),
     }
     value, size = ways.pop(way)
     missed: dict[Way, Sequence[float]] = {}
