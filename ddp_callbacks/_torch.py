@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,6 +63,8 @@ PRIVATE = (
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
     "torch.nn.modules.dropout:_DropoutNd",
     "torch.optim.lr_scheduler:LRScheduler.step uses _opt_called",
+    "torch.optim.lr_scheduler:ChainedScheduler.step uses _schedulers",
+    "torch.optim.lr_scheduler:SequentialLR.step uses _schedulers",
     "torch.utils.data:DataLoader.__iter__ uses _iterator",
     "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
@@ -185,6 +187,11 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     scheduler's first step.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def schedulers_within(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers that a ``SequentialLR`` or ``ChainedScheduler`` is made of."""
+    return getattr(scheduler, "_schedulers", ())
 
 
 def forward_hooks(layer: torch.nn.Module) -> list[Any]:

@@ -8,6 +8,7 @@
 - :mod:`.module_state`: what a module has beside its parameters
 - :mod:`.recovery`: copies of a run in memory, from which it continues without processes that died
 - :mod:`.saved_attributes`: plain attributes of a user's objects that a run changes
+- :mod:`.settings`: what a script passes to optimizers and schedulers, which a file overrides
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 

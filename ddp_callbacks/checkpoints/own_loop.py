@@ -15,6 +15,7 @@ from ddp_callbacks._torch import mark_as_stepped
 from ddp_callbacks.checkpoints.file import CheckpointFile
 from ddp_callbacks.checkpoints.format import LocalStates, describe_loader, describe_model, require_same
 from ddp_callbacks.checkpoints.resume import closed_windows, load_buffers
+from ddp_callbacks.checkpoints.settings import settings_of, warn_of_ignored
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
@@ -28,6 +29,7 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 Objects = Mapping[str, Any]
 
 _OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"
+_SETTINGS = "settings"
 _COMPARE = "the comparison of what the ranks save"
 
 
@@ -76,14 +78,16 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
         buffers = {name: dict(module.named_buffers()) for name, module in _modules(objects).items()}
         tensors = {_GRADIENTS: _gradients(objects, own), _BUFFERS: buffers}
         differing = _which_differ(tensors, opened)
-        mine = {name: value for name, value in tensors.items() if name in differing}
+        mine: dict[str, Any] = {name: value for name, value in tensors.items() if name in differing}
         averagers = [value for value in objects.values() if isinstance(value, ParameterAverager)]
         optimizers = {name: value for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)}
         mine[_OPTIMIZERS] = {name: value.state_dict() for name, value in optimizers.items() if averagers}
         ours = {_GRADIENTS: {} if _GRADIENTS in differing else tensors[_GRADIENTS]}
         with closed_windows(averagers):
             ours[_OBJECTS] = {name: _state_of(name, value) for name, value in objects.items() if not _is_own(value)}
-            opened.write(ours, {_OBJECTS: own, _RANDOM: get_global_state(), **mine}, _describe(objects))
+            settings = settings_of(objects.values())
+            mine |= {_OBJECTS: own, _RANDOM: get_global_state(), _SETTINGS: settings}
+            opened.write(ours, mine, _describe(objects))
 
 
 def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> bool:
@@ -123,6 +127,8 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     for name, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
             _require_same_groups(name, value, saved.shared[_OBJECTS][name], opened.path)
+    if states.rank == 0:
+        warn_of_ignored(states.mine.get(_SETTINGS, {}), settings_of(objects.values()), opened.path)
     _load_all(objects, saved.shared, states, group)
     return True
 

@@ -74,11 +74,11 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     settings = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        settings |= {f"optimizer group {index}: {key}": _text_of(value) for key, value in options.items()}
+        settings |= {f"optimizer group {index}: {key}": text_of(value) for key, value in options.items()}
         settings[f"optimizer group {index}: number of parameters"] = str(len(group["params"]))
     return settings
 
 
-def _text_of(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Return a value as text, without memory addresses, which differ between processes."""
     return ADDRESS.sub("", str(value.tolist() if isinstance(value, torch.Tensor) else value))

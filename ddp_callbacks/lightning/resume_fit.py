@@ -27,6 +27,7 @@ from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
 from ddp_callbacks.checkpoints.saved_attributes import set_attributes
+from ddp_callbacks.checkpoints.settings import settings_of, warn_of_ignored
 from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
@@ -106,6 +107,7 @@ class Fit:
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
             self._exit.set(trainer, "num_sanity_val_steps", 0)  # a sanity check is a pass of the validation's loaders
             self._exit.replace(loop, "run", self._run)
+            self._exit.replace_once(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
 
     def end(self) -> None:
         """End the fit, whether or not it has failed. A collective, if it has ended normally or was preempted."""
@@ -176,6 +178,11 @@ class Fit:
             return
         self._require_same(self._about(()))
         _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._savers.path)
+
+    def _load_optimizers(self, load: Callable[[Any], None], checkpoint: Any) -> None:
+        if get_rank() == 0:
+            warn_of_ignored(self._mine.get("settings", {}), self._settings(), self._savers.path)
+        load(checkpoint)
 
     def _require_same(self, about: dict[str, str]) -> None:
         """Raise unless ``about`` equals the file's, as far as the file has these names."""
@@ -270,6 +277,7 @@ class Fit:
         own = own_state.take(trainer, self._attributes) | {
             "place": place,
             "validates": validates,
+            "settings": self._settings(),
             "training_position": position,
             "loaders": {
                 "train": [self._state_of(loader, position) for loader in train],
@@ -297,6 +305,10 @@ class Fit:
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
         return _parts.loaders_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
+
+    def _settings(self) -> dict[str, str]:
+        trainer = self._trainer
+        return settings_of([*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)])
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """Return what must be equal in the resumed run."""

@@ -25,6 +25,7 @@ from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
+from ddp_callbacks.checkpoints.settings import settings_of
 from ddp_callbacks.data import attributes
 from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.replacement import Replacements
@@ -111,6 +112,7 @@ class RunState:
         """Return this rank's own state. Local."""
         return {
             "batch": state.get(torchbearer.BATCH),
+            "settings": self.settings(state),
             "metrics": attributes.encode(dict(state.get(torchbearer.METRICS, {}))),
             "losses": attributes.encode({str(key): value for key, value in state.items() if _is_number(value)}),
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
@@ -123,6 +125,11 @@ class RunState:
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._data.random_state.state_dict(),
         }
+
+    def settings(self, state: State) -> dict[str, str]:
+        """Return what is passed to optimizers and schedulers."""
+        schedulers = [scheduler_of(one) for one in self._others.values() if isinstance(one, TorchScheduler)]
+        return settings_of([state[torchbearer.OPTIMIZER], *self._stateful(state).values(), *schedulers])
 
     def _state_of(self, name: str, callback: Callback) -> dict[str, Any]:
         """Return a callback's ``state_dict``, and the state that it lacks."""

@@ -12,6 +12,7 @@ import gc
 import importlib
 import inspect
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from kit.compare import assert_equal
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from trainers import Net, joined, loader, outcome, quiet
 from trainers import trainer as make_trainer
 from trainers_apart import run
@@ -341,6 +343,32 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
     for message, (module, train) in others.items():
         with pytest.raises(CheckpointError, match=message):
             fit_plainly(trainer("ddp_callbacks", callbacks=[Resume(path)]), module, train)
+
+
+class Scheduled(Net):
+    def __init__(self, lr: float, epochs: int) -> None:
+        super().__init__()
+        self.lr, self.epochs = lr, epochs
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        warmup, decay = LinearLR(optimizer, total_iters=1), CosineAnnealingLR(optimizer, self.epochs)
+        return [optimizer], [SequentialLR(optimizer, [warmup, decay], [1])]
+
+
+def test_a_learning_rate_that_the_script_changes_is_not_ignored_silently(tmp_path: Path) -> None:
+    # As in Lightning alone, a fit trained with the rate and the schedule of the file, whatever the script said.
+    path = tmp_path / "run.ckpt"
+
+    def train(lr: float, epochs: int, most: int) -> None:
+        made = trainer("ddp_callbacks", callbacks=[Resume(path)], max_epochs=most)
+        fit_plainly(made, Scheduled(lr, epochs), loader())
+
+    train(0.1, 2, 1)
+    train(0.1, 2, 2)
+    others = "this script passes: lr of SGD 0.1, now 0.01; T_max of CosineAnnealingLR 2, now 4. The run resumes with"
+    with pytest.raises(UserWarning, match=re.escape(f"{path} was written with other settings than {others}")):
+        train(0.01, 4, 4)
 
 
 def test_settings_of_resume_are_checked(tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def test_on_another_number_running_statistics_are_the_mean_of_the_ranks(tmp_path
         torch.testing.assert_close(found, (one + other) / 2, rtol=1e-12, atol=0)
 
 
+def test_a_learning_rate_that_the_script_changes_is_not_ignored_silently(tmp_path: Path) -> None:
+    def made(lr: float) -> dict[str, Any]:
+        model = nn.Linear(1, 1)
+        return {
+            "model": model,
+            "first": torch.optim.AdamW(model.parameters(), 0.1),
+            "other": torch.optim.Adam(model.parameters(), lr),
+        }
+
+    save_checkpoint(tmp_path / "run.pt", made(0.1))
+    assert load_checkpoint(tmp_path / "run.pt", made(0.1))
+    with pytest.warns(UserWarning, match=r"passes: lr of Adam 0\.1, now 0\.3\. The run resumes with"):
+        load_checkpoint(tmp_path / "run.pt", made(0.3))
+
+
 def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     path, loop = tmp_path / "run.pt", Loop("no_sync")
     loop.run(3)

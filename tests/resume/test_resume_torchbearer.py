@@ -21,7 +21,7 @@ from kit.ranks import run_distributed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
-from torchbearer.callbacks import CSVLogger, Tqdm
+from torchbearer.callbacks import CSVLogger, StepLR, Tqdm
 from torchbearer.metrics import Metric
 from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, run, train, trial
 from ways import Way, cut_at_every_moment
@@ -413,6 +413,18 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=says):
             made.run(1)
     assert (tmp_path / RUN).read_bytes() == before
+
+
+def test_a_learning_rate_that_the_script_changes_is_not_ignored_silently(tmp_path: Path) -> None:
+    def scheduled(lr: float, gamma: float) -> Trial:
+        model, callbacks = network().float(), [StepLR(1, gamma), Resume(tmp_path / RUN)]
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        return Trial(model, optimizer, nn.CrossEntropyLoss(), callbacks=callbacks, verbose=0)
+
+    for epochs in (1, 2):
+        scheduled(0.1, 0.5).with_train_generator(loader()).run(epochs)
+    with pytest.warns(UserWarning, match=r"lr of SGD 0\.1, now 0\.2; gamma of StepLR 0\.5, now 0\.9\. The run"):
+        scheduled(0.2, 0.9).with_train_generator(loader()).run(3)
 
 
 def test_a_trial_takes_one_resume(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import tempfile
 import time
 import warnings
 from collections import deque
@@ -646,7 +647,9 @@ def test_a_hook_that_decides_by_losses_gets_those_of_whole_batches(strategy: str
     """Hooks get the losses of whole batches."""
     # It got those of its part: ranks saved at other steps, and stopped at one that the speed of a message chose.
     callback = DecidesByLosses()
-    results = fit(strategy, Net(), loader(29, 8, shuffle=True), max_epochs=9, callbacks=[callback])
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"max_epochs": 9, "default_root_dir": folder}
+        results = fit(strategy, Net(), loader(29, 8, shuffle=True), callbacks=[callback], **options)
     assert 4 < results["global_step"] < 36 and len(callback.kept) > 2
     return results, callback.sum, callback.kept
 
