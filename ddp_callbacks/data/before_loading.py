@@ -124,11 +124,12 @@ class BeforeLoading(DividedLoader):
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
-            Order(self.sampler, self, start.of_last()).begin()
-        self._order, self.indices = Order(self.sampler, self, start), []
-        self._begun = Pass(self, self._order, limit, start)
+            Order(self.sampler, self, start.of_last(), 1).begin()
         # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
         keeps_workers = has_persistent_workers(self._original)
+        starts_workers = self.loader.num_workers > 0 and not keeps_workers  # then torch begins the sampler twice
+        self._order, self.indices = Order(self.sampler, self, start, 1 + starts_workers), []
+        self._begun = Pass(self, self._order, limit, start)
         self.loader.generator = torch.default_generator.clone_state() if keeps_workers else self._generator
         with spared_workers(self.loader):
             batches = iter(self.loader)

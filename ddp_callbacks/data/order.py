@@ -45,12 +45,13 @@ class Order(Iterable[Any]):
         source: The source of the batches. Rank 0 draws for all ranks, which get the states of its generators, unless
             each rank has a sampler of its own.
         start: Where a pass of a resumable loader begins; ``None`` for other loaders.
+        calls: How often torch's loader calls the sampler's ``__iter__`` for this pass.
 
     Attributes:
         seed: Seed of the workers' random states; valid from the first batch on.
     """
 
-    def __init__(self, sampler: Any, source: DividedLoader, start: Start | None) -> None:
+    def __init__(self, sampler: Any, source: DividedLoader, start: Start | None, calls: int) -> None:
         self._sampler, self._source, self._group, divider = sampler, source, source.group, source.divider
         self._sources = source.sources
         self._is_sent = divider.division != "own" and divider.world_size > 1
@@ -65,6 +66,7 @@ class Order(Iterable[Any]):
         if self._position:
             self._drawn = min(self._position["batches"] * divider.per_step, self._position["drawn"])
         self.seed = self._position["seed"] if self._position else 0
+        self._calls = self._position.get("calls", 1) if self._position else calls
         self._attributes: Attributes = {}  # when the pass began
 
     def begin(self) -> None:
@@ -88,6 +90,8 @@ class Order(Iterable[Any]):
         self.seed = self.seed or digest_of(self._number, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState(self._begin[:GLOBAL])
         with self._state.drawing():
+            for _ in range(self._calls - 1):
+                iter(self._sampler)
             self._batches, self._is_fixed = begin_at(self._sampler, number)
 
     def _draw_again(self, position: Mapping[str, Any]) -> None:
@@ -174,7 +178,7 @@ class Order(Iterable[Any]):
         if self._position:
             return self._position
         found = {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
-        return found | {"attributes": self._attributes}
+        return found | {"attributes": self._attributes, "calls": self._calls}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

@@ -15,6 +15,7 @@ from ddp_callbacks.data.global_state import digest_of
 
 _CHUNK = 4096  # indices computed at a time
 _ROUNDS = 4
+_END = object()
 _FIXED = {type(iter([])), type(iter(())), type(iter(range(0)))}  # iterators over values that exist already
 
 
@@ -34,7 +35,13 @@ def begin_at(sampler: Any, start: int) -> tuple[Iterator[Any], bool]:
     if type(sampler) is SequentialSampler:
         return iter(range(start, len(sampler))), True
     found = iter(sampler)
-    return itertools.islice(found, start, None), _draws_first(sampler) or type(found) in _FIXED
+    return itertools.islice(_items(found), start, None), _draws_first(sampler) or type(found) in _FIXED
+
+
+def _items(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield what is left. To call ``iter`` again would begin a pass of some, as of Lightning's sampler for predict."""
+    while (item := next(iterator, _END)) is not _END:
+        yield item
 
 
 def name_of_sampler(sampler: Any) -> str:

@@ -191,6 +191,21 @@ class Reacting:
             yield [self.next, self.next + 1, self.next + 2]
 
 
+class Counting:
+    """Shuffles by the number of its passes. torch's loader begins two for each pass for which it starts workers."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        return iter([order[first : first + 4] for first in range(0, 20, 4)])
+
+
 class FromSystem(Sampler[int]):
     """No seed makes two processes draw the same."""
 
@@ -208,6 +223,11 @@ ORDERS = {
         NUMBERS, 4, sampler=RandomSampler(NUMBERS, True, 40, torch.Generator().manual_seed(1))
     ),
     "reacts": lambda: DataLoader(NUMBERS, batch_sampler=Reacting()),
+    "counts": lambda: DataLoader(NUMBERS, batch_sampler=Counting()),
+    "counts, workers": lambda: DataLoader(NUMBERS, batch_sampler=Counting(), num_workers=1),
+    "counts, same workers": lambda: DataLoader(
+        NUMBERS, batch_sampler=Counting(), num_workers=1, persistent_workers=True
+    ),
 }
 
 

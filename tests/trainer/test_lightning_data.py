@@ -22,10 +22,12 @@ from kit.compare import assert_equal
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -391,6 +393,24 @@ def test_prediction_writers_get_each_row_once_with_its_index_and_all_at_the_end_
         for _, epochs, returned in ranks:
             assert_equal([epochs, returned], [*expected[1:]], RELATIVE)
     assert [len(found[1][0]) for found in WORLD.returned(predictions_written)] == [2, 1]  # of three batches
+
+
+class Shuffled(BatchSampler):
+    """Shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        order = torch.randperm(13, generator=torch.Generator().manual_seed(self.passes)).split(3)
+        return iter([part.tolist() for part in order])
+
+
+@WORLD.as_on_one()
+def test_a_batch_sampler_begins_one_pass_for_a_prediction(strategy: str) -> Any:
+    # Lightning's own sampler around it begins one at each call of iter(), and there were two.
+    sampler = Shuffled(SequentialSampler(range(13)), 3, False)
+    return trainer(strategy).predict(Net(), DataLoader(data(13), batch_sampler=sampler))
 
 
 class Fetches(Net):

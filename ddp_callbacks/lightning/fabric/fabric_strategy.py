@@ -160,10 +160,13 @@ class CallbackFabricMixin(ProcessesMixin):
         self._weights = (draws[0].weight, draws[0].total or 0.0) if draws else (1.0, float(self.world_size))
         self._backwards += 1
         self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
-        sync = synchronizer.no_sync() if self._models.are_all(set(self._blocked)) else nullcontext()
-        with sync, weighed_backward(synchronizer, tensor, *self._weights):
+        is_alone = self._models.are_all(set(self._blocked))
+        with (
+            synchronizer.no_sync() if is_alone else nullcontext(),
+            weighed_backward(synchronizer, tensor, *self._weights),
+        ):
             super().backward(tensor, module, *args, **kwargs)
-        self._models.note_backward(sum(draw.share.local for draw in draws))
+        self._models.note_backward(sum(draw.share.local for draw in draws), is_alone)
 
     @contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
@@ -183,6 +186,7 @@ class CallbackFabricMixin(ProcessesMixin):
         closure = kwargs.get("closure")
         if self._models.synchronizer is not None and closure is not None and isinstance(optimizer, torch.optim.LBFGS):
             kwargs["closure"] = functools.partial(joint_loss, closure, lambda: self._weights)
+        self._models.note_step()
         return super().optimizer_step(optimizer, **kwargs)
 
     # --- loaders ------------------------------------------------------------------------------------------------------
@@ -241,6 +245,7 @@ class CallbackFabricMixin(ProcessesMixin):
         if draws is not None:
             self._models.merge_buffers()
             self._random.end_pass(draws)
+            self._models.require_equal()
 
     @contextmanager
     def computing(self, running: Pass, batch: Any, share: Share, draws: WholeDraws | None) -> Iterator[None]:

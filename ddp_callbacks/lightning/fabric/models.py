@@ -19,7 +19,7 @@ from ddp_callbacks.comm.held import Held, trained_by
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.strategy_processes import SAME_EVERYWHERE
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replicas.parameters import broadcast_parameters, merge_buffers
+from ddp_callbacks.replicas.parameters import broadcast_parameters, merge_buffers, require_equal_replicas
 
 
 class Models:
@@ -38,6 +38,8 @@ class Models:
         self._trained: list[list[torch.nn.Parameter]] = []  # by optimizer
         self.synchronizer: GradientSynchronizer | None = None
         self._has_trained, self._samples = False, 0  # since the buffers were merged
+        self._has_stepped = False  # since the models were compared
+        self._is_alone = self._steps_alone = False  # whether the last backward, and any step, was of this rank alone
 
     def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
         """Compare ``module`` and ``settings`` between the ranks, and broadcast rank 0's parameters. A collective.
@@ -70,9 +72,25 @@ class Models:
         ids = [id(model.user_s()) for model in self._models if next(model.parts.parameters(), None) is not None]
         return bool(ids) and blocked.issuperset(ids)
 
-    def note_backward(self, samples: int) -> None:
-        """Note a backward, for which this rank has had ``samples``."""
+    def note_backward(self, samples: int, is_alone: bool) -> None:
+        """Note a backward, for which this rank has had ``samples``, and whether it has synchronized nothing."""
         self._has_trained, self._samples = True, self._samples + samples
+        self._is_alone = is_alone
+
+    def note_step(self) -> None:
+        """Note an optimizer's step."""
+        self._has_stepped = True
+        self._steps_alone = self._steps_alone or self._is_alone
+
+    def require_equal(self) -> None:
+        """Raise unless the models are equal on all ranks, after steps; not if ranks step alone. A collective.
+
+        Raises:
+            MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.require_equal_replicas`.
+        """
+        if self._has_stepped and not self._steps_alone:
+            require_equal_replicas(self.whole(), "after a loop over a loader")
+        self._has_stepped = False
 
     def merge_buffers(self) -> None:
         """Average running statistics, and copy other buffers from rank 0, if they may differ. A collective."""
