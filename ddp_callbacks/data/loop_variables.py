@@ -59,7 +59,7 @@ class LoopVariables:
             return
         self._told.add(place)
         collects = running_in(frame.f_code) or FILLS.intersection(frame.f_code.co_names)
-        if collects and not any("share" in names_in(code) for code in _codes_of_program()):
+        if collects and not _asks_for_shares():
             warn(_PADDED.format(ranks=", ".join(f"rank {rank}" for rank in ranks), place=place))
 
 
@@ -95,6 +95,10 @@ def _gathered() -> set[str]:
         trees = []
     found = gathered_in(trees, _EXCHANGES)
     return found or set().union(*(code.co_names + code.co_varnames for code in codes))
+
+
+def _asks_for_shares() -> bool:
+    return any("share" in names_in(code) for code in _codes_of_program())
 
 
 def _codes_of_program() -> set[CodeType]:

@@ -47,15 +47,20 @@ class Computation:
         parts: The module whose gradients are compared, and other objects, such as a loss function.
         loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
         instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
-        logged: Returns what the last call of ``loss_of`` has logged as means over its samples, by name.
+        logged: Returns what the last call of ``loss_of`` has logged, by name; NaN is not compared.
+        operations: By name, how the values of parts become that of a batch: ``"mean"``, ``"sum"``, ``"max"`` or
+            ``"min"``. The comparison replaces one that is wrong for the batch by a mean or a sum that is right.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
+        refused: Gets the names of torch's collectives that ``loss_of`` has called.
     """
 
     parts: Sequence[Any]
     loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
     instead: Mapping[int, Any] = field(default_factory=dict)
     logged: Callable[[], Mapping[str, float]] = dict
+    operations: dict[str, str] = field(default_factory=dict)
     draws: WholeDraws | None = None
+    refused: list[str] = field(default_factory=list)
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
         """Return the loss of a copy of a batch, which the step may change. What it prints is dropped.
@@ -67,7 +72,7 @@ class Computation:
         """
         originals = {name: getattr(dist, name) for name in COLLECTIVES}
         for name, original in originals.items():
-            setattr(dist, name, _refused(name, original))
+            setattr(dist, name, _refused(name, original, self.refused))
         try:
             with in_step(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 return self.loss_of(copies, _copy_of(batch))
@@ -94,13 +99,14 @@ def _copy_of(batch: Any) -> Any:
     return batch
 
 
-def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective that only this library may call."""
+def _refused(name: str, original: Callable[..., Any], noted: list[str]) -> Callable[..., Any]:
+    """Return a collective that only this library may call. Other calls are noted."""
 
     @functools.wraps(original)
     def refused(*args: Any, **kwargs: Any) -> Any:
         if is_called_by_us():  # synchronized layers
             return original(*args, **kwargs)
+        noted.append(name)
         raise ConfigurationError(
             f'verify="first_batch" cannot compare a step that communicates (torch.distributed.{name}): it computes '
             "other parts of the batch than training. Leave out verify."
@@ -112,7 +118,7 @@ def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 class FirstBatch(NamedTuple):
     """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown.
 
-    ``logs`` weighs what the step logs as means, if it is not weighed as the loss.
+    ``logs`` weighs what the step logs as means, if it is not weighed as the loss. ``samples`` is 0 for a padding batch.
     """
 
     whole: Any
@@ -120,6 +126,7 @@ class FirstBatch(NamedTuple):
     weight: Weight
     rows: Rows | None = None
     logs: Weight | None = None
+    samples: int = 1
 
 
 class Draws:

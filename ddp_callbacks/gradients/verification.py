@@ -22,6 +22,7 @@ from torch import nn
 
 from ddp_callbacks.batch_norm.layers import unsynchronized
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast_object
+from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.gradients.first_batch import (
     PURPOSE,
@@ -48,6 +49,12 @@ _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell,
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
+_COMMUNICATES = (
+    "the loss calls torch.distributed.{name}, so it is not compared with one process, and the parts of a batch are not "
+    "equal ({local} of {total} samples here). Each counts by its samples, while a loss that takes a mean over the "
+    "processes, or multiplies by their number, counts all alike. Choose batch sizes that are multiples of the number "
+    'of processes, with drop_last=True. Or divide a sum by the number in all parts, and give reduction="sum".'
+)
 _log = logging.getLogger("ddp_callbacks")
 
 
@@ -119,10 +126,14 @@ class Comparisons:
     Args:
         verify: See :func:`check_first_batch`; ``None`` compares nothing.
         group: ``None`` is the default group.
+
+    Attributes:
+        called: A collective of torch that the loss calls, equal on all ranks; empty if none, or nothing was compared.
     """
 
     def __init__(self, verify: Verify | None, group: dist.ProcessGroup | None = None) -> None:
         self.verify, self._group = verify, group
+        self.called, self._has_told = "", False
         self._epoch, self._end, self._seconds = -1, 0.0, 0.0  # of the last comparison
 
     def is_due(self, epoch: int, is_first: bool) -> bool:
@@ -153,6 +164,18 @@ class Comparisons:
         self._seconds = self._end - begin
         if (report := recorder()) is not None:
             report.compared += self._seconds
+        self.called = broadcast_object(next(iter(computation.refused), ""), PURPOSE, self._group)
+
+    def look(self, share: Share) -> None:
+        """Warn on rank 0, once, of a loss that communicates, if the parts of a batch are unequal. Local.
+
+        Call it for losses that are means over the samples.
+        """
+        if not self.called or self._has_told or get_rank(self._group) > 0:
+            return
+        if share.total and share.local * get_world_size(self._group) != share.total:
+            self._has_told = True
+            warn(_COMMUNICATES.format(name=self.called, local=share.local, total=share.total))
 
 
 def check_first_batch(
@@ -230,10 +253,8 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
                     return compute(first.part, first.rows)
 
             expected, own = attempt(lambda: (of_whole(), of_part()))
-            own = _weighed(own, fraction_of(first.logs or first.weight, group))
-            gathered = all_gather_object([own, expected], PURPOSE, group)
-            telling = _telling_value(computation.parts[0])
-            if text := _differing(gathered, telling, lambda: attempt(of_whole), group):
+            logged = first.samples, fraction_of(first.logs or first.weight, group), own, expected
+            if text := _differing(computation, logged, lambda: attempt(of_whole), group):
                 draws.require_told()
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
@@ -296,7 +317,7 @@ def _compare(
     with ExitStack() as stack:
         expected, logged_whole, copy, loss, logged = attempt(lambda: of_whole_and_part(stack))
         fraction = fraction_of(first.weight, group)
-        logged = _weighed(logged, fraction_of(first.logs, group) if first.logs else fraction)
+        fraction_of_logs = fraction_of(first.logs, group) if first.logs else fraction
         own = attempt(lambda: weighed_gradients(loss, fraction, copy))
     if not any(map(_largest, expected)):
         raise ConfigurationError(
@@ -305,13 +326,12 @@ def _compare(
         )
     found = _differences(_sum(own, 1.0, group), expected)
     is_telling = is_strict or _is_telling(found, expected)
-    gathered = all_gather_object([found, found if is_telling else [], logged, logged_whole], PURPOSE, group)
-    found, differing, *_ = gathered[0]  # all decide alike
+    found, differing = broadcast_object([found, found if is_telling else []], PURPOSE, group)  # all decide alike
     if not found and computation.draws is not None:
         computation.draws.confirm()
     if not differing:
-        telling = _telling_value(computation.parts[0])
-        if text := _differing([each[2:] for each in gathered], telling, lambda: attempt(of_whole)[1], group):
+        of_logs = first.samples, fraction_of_logs, logged, logged_whole
+        if text := _differing(computation, of_logs, lambda: attempt(of_whole)[1], group):
             draws.require_told()
             raise MismatchError(
                 f"the gradient of {which} is that of one process, but the mean over the processes of what the "
@@ -335,10 +355,6 @@ def _compare(
     raise MismatchError(broadcast_object(text, PURPOSE, group))
 
 
-def _weighed(logged: Mapping[str, float], fraction: float) -> dict[str, float]:
-    return {name: fraction and fraction * value for name, value in logged.items()}  # without samples they may be NaN
-
-
 def _telling_value(module: nn.Module) -> float:
     """Return which part of a logged value rounding does not explain: more with half precision, and GPUs use TF32."""
     parameters = trainable(module).values()
@@ -348,33 +364,53 @@ def _telling_value(module: nn.Module) -> float:
 
 
 def _differing(
-    gathered: Sequence[Sequence[Mapping[str, float]]],
-    telling: float,
+    computation: Computation,
+    logged: tuple[int, float, Mapping[str, float], Mapping[str, float]],
     again: Callable[[], Mapping[str, float]],
     group: dist.ProcessGroup | None,
 ) -> str:
-    """Return which logged values are not those of the whole batch, and a remedy; empty if none. A collective if any.
+    """Return which logged values are not those of the whole batch, and a remedy; empty if none. A collective.
 
     Args:
-        gathered: The values of each rank's part, times its fraction, and those of the whole batch.
-        telling: Which part of a value rounding does not explain.
+        computation: Gets the operations by which values become those of the whole batch.
+        logged: This rank's samples, its fraction of the batch, the values of its part, and those of the whole batch.
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
-    parts, (expected, *_) = zip(*gathered, strict=True)
-    joint = {name: sum(part.get(name, 0.0) for part in parts) for name in expected}
-    sizes = {name: sum(abs(part.get(name, 0.0)) for part in parts) for name in expected}
-    differ = [n for n, size in sizes.items() if abs(joint[n] - expected[n]) > telling * size + _ROUNDING]
-    if not differ:
+    gathered = all_gather_object(logged, PURPOSE, group)
+    telling, expected, joint = _telling_value(computation.parts[0]), gathered[0][3], dict[str, float]()
+    for name, value in expected.items():
+        parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
+        declared = computation.operations.get(name, "mean")
+        right = [way for way in (declared, "mean", "sum") if parts and _is_joined(parts, way, value, telling)]
+        if right:
+            computation.operations[name] = right[0]
+        elif parts and not math.isnan(_joined(parts, declared) - value):
+            joint[name] = _joined(parts, declared)
+    if not joint:
         return ""
     repeated = again()
-    named = [f"{n} ({joint[n]:.4g} for {expected[n]:.4g})" for n in differ if repeated.get(n) == expected[n]]
+    named = [f"{n} ({own:.4g} for {expected[n]:.4g})" for n, own in joint.items() if repeated.get(n) == expected[n]]
     if not broadcast_object(named, PURPOSE, group):
         return ""
     remedy = (
-        'Log a mean over the samples, or over what weight= counts, if it is given; a count with reduce_fx="sum" or as '
-        "a torchmetrics.SumMetric; anything else, computed from all samples, as a metric."
+        "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "
+        "computed from all samples, as a metric."
     )
     return str(broadcast_object(f"{', '.join(named)}. {remedy}", PURPOSE, group))
+
+
+def _joined(parts: Iterable[tuple[float, float]], operation: str) -> float:
+    """Return a value of the whole batch, from the fractions of parts and their values."""
+    if operation == "mean":
+        return sum(fraction * value for fraction, value in parts if fraction)  # others may be NaN
+    values = [value for _, value in parts]
+    return sum(values) if operation == "sum" else max(values) if operation == "max" else min(values)
+
+
+def _is_joined(parts: Sequence[tuple[float, float]], operation: str, value: float, telling: float) -> bool:
+    """Whether rounding can explain how a value of the whole batch differs from the joined ones of its parts."""
+    size = _joined([(fraction, abs(own)) for fraction, own in parts], operation)
+    return abs(_joined(parts, operation) - value) <= telling * size + _ROUNDING
 
 
 def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
@@ -166,6 +166,11 @@ def is_lightnings_callback(package: str, callback: Any) -> bool:
     callbacks = importlib.import_module(f"{ROOTS[package]}.callbacks")
     kinds = (kind for kind in type(callback).__mro__ if kind.__module__.startswith(f"{ROOTS[package]}."))
     return next(kinds, callbacks.Callback) is not callbacks.Callback and not isinstance(callback, callbacks.ProgressBar)
+
+
+def loss_in(output: Any) -> Any:
+    """Return the loss in what ``training_step`` returns; ``None`` if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def compares_losses(callback: Any) -> bool:

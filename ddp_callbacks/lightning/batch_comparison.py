@@ -22,7 +22,7 @@ from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
 
-_OTHER_MEANS = {"reduce_fx", "rank_zero_only"}  # options of self.log
+_OPERATIONS = {"mean", "sum", "max", "min"}
 
 
 def verify_first_batch(
@@ -50,7 +50,7 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module, logged = trainer.lightning_module, dict[str, float]()
+    module, logged, operations = trainer.lightning_module, dict[str, float](), dict[str, str]()
     silent = _silent(trainer)
 
     def load() -> FirstBatch:
@@ -63,15 +63,16 @@ def verify_first_batch(
             raise
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
-        batch = _begin(copies[0], silent, logged, batch)
+        batch = _begin(copies[0], silent, logged, operations, batch)
         if module.automatic_optimization:
             return _loss(copies[0].training_step(batch, *arguments))
         return _first_loss(copies[0], copies[1], lambda: copies[0].training_step(batch, *arguments))
 
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
-        computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, draws)
+        computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws)
         comparisons.compare(computation, load, trainer.current_epoch)
+    _logged.results_of(trainer).operations.update(operations)
 
 
 def compare_what_is_logged(
@@ -81,18 +82,20 @@ def compare_what_is_logged(
 
     This calls the step two or three times, on copies of the module that log nothing. Arguments as above.
     """
-    silent, logged = _silent(trainer), dict[str, float]()
+    silent, logged, operations = _silent(trainer), dict[str, float](), dict[str, str]()
 
     def load() -> FirstBatch:
         return _load(trainer, loaders, batches, leaves_no_trace=True)
 
     def compute(copies: Sequence[Any], batch: Any) -> Any:
-        return getattr(copies[0], step)(_begin(copies[0], silent, logged, batch), *arguments)
+        return getattr(copies[0], step)(_begin(copies[0], silent, logged, operations, batch), *arguments)
 
     precision = trainer.precision_plugin
     with precision.train_step_context() if trainer.training else precision.val_step_context():
-        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), logged.copy, draws)
+        instead = _instead(trainer, silent)
+        computation = Computation([trainer.lightning_module], compute, instead, logged.copy, operations, draws)
         check_logged(computation, load, step)
+    _logged.results_of(trainer).operations.update(operations)
 
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
@@ -103,7 +106,7 @@ def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_t
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     _note_sizes(trainer, whole, part if first.share.local else None, first.share.total)
     weigh = functools.partial(batches.weigh, part, first.share)
-    return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"))
+    return FirstBatch(whole, part, weigh, first.share.rows, functools.partial(weigh, "mean"), first.share.local)
 
 
 class _NotComparedError(ConfigurationError):
@@ -166,7 +169,7 @@ def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = _parts.loss_in(output)
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
             f'verify="first_batch" needs a loss from training_step, got {type(loss).__name__}. Leave verify out.'
@@ -231,20 +234,25 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _begin(copied: Any, silent: Any, logged: dict[str, float], batch: Any) -> Any:
+def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[str, str], batch: Any) -> Any:
     """Give the copy of a module its Trainer, and return a batch for its step.
 
     It logs to ``logged``, and torchmetrics do not communicate.
 
     Args:
-        logged: Gets NaN for what is no mean over the samples: it is not compared.
+        logged: Gets NaN for what is of other numbers than the samples, or of one rank: it is not compared.
+        operations: Gets how the values of the batches are reduced, by name.
     """
     samples = common_size(batch)  # None if unknown
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        is_mean = not args and not options.keys() & _OTHER_MEANS and options.get("batch_size") in (None, samples)
+        is_of_samples = not args and "rank_zero_only" not in options and options.get("batch_size") in (None, samples)
+        reduction = options.get("reduce_fx", "mean")
+        operation = getattr(reduction, "__name__", reduction)
+        operations.setdefault(name, operation if operation in _OPERATIONS else "mean")
         if isinstance(value, int | float | torch.Tensor):
-            logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value) if is_mean else math.nan
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            logged[name] = number if is_of_samples else math.nan
 
     def log_dict(values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():

@@ -144,6 +144,16 @@ class Batches:
         return self.share.local == 0
 
     @property
+    def sums(self) -> bool:
+        """Whether losses are sums over the samples."""
+        return self._reduction == "sum"
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether losses are means over the samples."""
+        return self._weight_of is None and not self.sums
+
+    @property
     def weight_and_total(self) -> tuple[float, float]:
         """The weight of this rank's loss, and the total; equal weights on all ranks if the total is unknown."""
         if self._reduction == "sum":

@@ -141,9 +141,8 @@ def _join(rows: Sequence[Row], operation: str, way: Way) -> Joined:
         "sizes": (_combine(values, sizes, operation) if operation == "mean" else value, sum(sizes)),
     }
     value, size = ways.pop(way)
-    missed: dict[Way, Sequence[float]] = {}
-    if operation == "mean":
-        missed = {other: [mean * total - value * size, total - size] for other, (mean, total) in ways.items()}
+    missed: dict[Way, Sequence[float]]
+    missed = {other: [mean * total - value * size, total - size] for other, (mean, total) in ways.items()}
     counted = [float(row.value) for row in rows if row.weight] or values
     ends = (min(counted), max(counted)) if is_outside and operation == "mean" else None
     return Joined(rows[0].key, value, size, missed, ends)

@@ -50,6 +50,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         is_shown: Whether the Trainer's metrics have the values of the last step.
         logs_at_end: Whether this rank has logged anything since the last batch.
         odd_sizes: What Lightning takes for numbers of samples, if those of parts don't add up; else empty.
+        operations: By name, how the values of parts become that of a batch, as far as a comparison has told.
     """
 
     def __init__(self, training: bool, trainer: Any, batches: Batches, metrics: SyncedMetrics) -> None:
@@ -58,7 +59,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
-        self.logs_at_end, self.odd_sizes = False, ""
+        self.logs_at_end, self.odd_sizes, self.operations = False, "", dict[str, str]()
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -192,6 +193,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     # --- a pass that is cut, or a step that is skipped ----------------------------------------------------------------
 
+    def names_of(self, value: float) -> list[str]:
+        """Return the names under which a value was logged in this step."""
+        rows = [row for row in self._rows if row.position == self._position and float(row.value) == value]
+        return [self[row.key].meta.name for row in rows]
+
     def remember(self) -> Callable[[], dict[str, Callable[[], None]]]:
         """Return a function that returns, for each key logged since this call, a function to forget its values."""
         before = {key: dict(vars(metric)) for key, metric in self.items()}
@@ -206,7 +212,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def pass_state(self) -> dict[str, Any]:
         """Return the state of the current pass for a file, between two batches, when all rows are joined."""
         sizes = {"by_size": sorted(self._sizes.by_size), "sizes": self._sizes.seen, "missed": self._missed}
-        return {"position": self._position, "samples": self._samples} | sizes
+        return {"position": self._position, "samples": self._samples, "operations": self.operations} | sizes
 
     def load_pass_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded.
@@ -215,6 +221,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             state: That of a pass without rows needs only the position.
         """
         position, self._samples = state["position"], state.get("samples", 0)
+        self.operations = dict(state.get("operations", {}))
         self._position, self._first, self._joined = position, position + 1, position
         self._shared = {key: self._dtypes.get(key) for key in self}
         self._sizes, self._missed = Sizes(state.get("by_size", ()), state.get("sizes")), dict(state.get("missed", {}))
@@ -259,7 +266,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         super().update_metrics(key, self._tensor(joined), _whole(joined.size))
         missed = self._missed.get(key, {})
         now = missed.pop(self._sizes.way_of(key), (0.0, 0.0))
-        if any(now) and metric.meta.on_epoch:
+        if any(now) and metric.meta.on_epoch and metric.meta.is_mean_reduction:
             metric.value = metric.value + now[0]
             metric.cumulated_batch_size = metric.cumulated_batch_size + _whole(now[1])
         self._missed[key] = {
@@ -337,7 +344,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return torch.tensor(joined.value, dtype=dtype, device=like.device)
 
     def _operation(self, key: str) -> str:
-        return _logged.operation_of(self[key]) if key in self else "mean"
+        if key not in self:
+            return "mean"
+        return self.operations.get(self[key].meta.name) or _logged.operation_of(self[key])
 
 
 def _whole(size: float) -> float:

@@ -20,6 +20,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.gradients.first_batch import PURPOSE
 from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify
 from ddp_callbacks.lightning import _logged, _parts
@@ -212,16 +213,21 @@ class Run:
         """
         loop = self._trainer.fit_loop
         is_first = loop.total_batch_idx == 0  # not in a fit that goes on
-        if loop.batch_idx == 0 and self._comparisons.is_due(self._trainer.current_epoch, is_first):
+        is_compared = loop.batch_idx == 0 and self._comparisons.is_due(self._trainer.current_epoch, is_first)
+        if is_compared:
             verify_first_batch(self._comparisons, self._trainer, self._loaders(), self.batches, self._draws, arguments)
         elif self._is_automatic and is_first:
             self.compare("training_step", arguments)
+        if self.batches.counts_samples:
+            self._comparisons.look(self.batches.share)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
         if self._checks is not None:
             self._checks.times.mark("between steps")  # and hooks that come before
         with self.computing():
             output = step()
+        if is_compared and self._comparisons.called and self.batches.sums:
+            self._note_sums(output)
         self._weigh_for_callbacks()
         if not self._is_automatic:
             return output
@@ -232,6 +238,12 @@ class Run:
         if skipped_by is None or not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         return SKIPPED
+
+    def _note_sums(self, output: Any) -> None:
+        """Let a loss that is a sum be logged as one, as no comparison can tell how it is joined. A collective."""
+        loss, results = _parts.loss_in(output), _logged.results_of(self._trainer)
+        names = all_gather_object([] if loss is None else results.names_of(float(loss.detach())), PURPOSE)
+        results.operations.update(dict.fromkeys(set(names[0]).intersection(*names[1:]), "sum"))
 
     def compare(self, step: str, arguments: Sequence[Any]) -> None:
         """Compare what the first call of a step logs with one process, if the strategy does. A collective then.
@@ -262,7 +274,8 @@ class Run:
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Weigh the backward of ``loss`` inside by this rank's share of the batch. A collective if it synchronizes."""
-        self._losses.look(loss, self.batches.weight, f"step {self._trainer.global_step}")
+        where = f"step {self._trainer.global_step}"
+        self._losses.look(loss, self.batches.weight, self.batches.share.local, where)
         context: AbstractContextManager[None] = nullcontext()
         if self._local is not None:
             context = self._local.backward(self.batches)

@@ -10,7 +10,7 @@ not logged, updated or normalized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +72,7 @@ class Skipping:
 
     def _fault(self, output: Any) -> Fault:
         """Return the fault of this rank's loss, if it is one for which batches are skipped."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _parts.loss_in(output)
         found = Fault.NOTHING
         if output is None:
             found = Fault.NO_LOSS

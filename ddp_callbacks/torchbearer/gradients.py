@@ -199,8 +199,10 @@ class AllReduceGradients(WeighsLoss):
             synchronizer.weigh(weight, total)
             return
         if self.world_size > 1:
-            self._losses.look(loss, weight, where)
-        if self._loss_weight.reduction(state) == "sum":
+            self._losses.look(loss, weight, share_of(state).local, where)
+        if self._loss_weight.reduction(state) != "sum":
+            self._comparisons.look(share_of(state))
+        else:
             weigh_terms_of_parameters(loss, criterion, fraction_of(share_of(state), self.world_size))
         if WEIGHS_LOSS not in state:
             synchronizer.weigh(weight, total)

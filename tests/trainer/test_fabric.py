@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import time
 import warnings
@@ -38,6 +39,7 @@ from ways import RELATIVE, Way, alone, in_each, prove, results
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.data import loop_variables
+from ddp_callbacks.data.gathered import gathered_in
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.lightning import CallbackFabricStrategy
 
@@ -165,15 +167,60 @@ def summed_by_hand() -> float:
 @WORLD.on(TWO)
 def test_a_sum_that_a_loop_keeps_is_named_if_nothing_gathers_it_or_it_has_a_padding_batch() -> None:
     texts = []
-    for names in (set[str](), {"all_gather"}, {"all_gather", "share"}):  # in the code of the program
+    for gathered, asks in ((set[str](), False), ({"other"}, True), ({"total"}, False), ({"total"}, True)):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(loop_variables, "_names_of_program", lambda names=names: names)
+            patch.setattr(loop_variables, "_gathered", lambda gathered=gathered: gathered)
+            patch.setattr(loop_variables, "_asks_for_shares", lambda asks=asks: asks)
             summed_by_hand()
         texts.append([str(each.message).partition(",")[0] for each in caught if "itself" in str(each.message)])
     named = "each process collects in summed_by_hand.total what it computes itself"
     padded = "rank 1 had no sample of a batch in the loop of summed_by_hand"
-    assert texts == ([[named], [padded], []] if get_rank() == 0 else [[], [], []])
+    assert texts == ([[named], [named], [padded], []] if get_rank() == 0 else [[], [], [], []])
+
+
+def decayed_by_a_part(**options: Any) -> Any:
+    """The learning rate follows a loss of each process's own."""
+    made, module = fabric(OURS), network()
+    model, optimizer = made.setup(module, sgd(module))
+    for _ in range(2):
+        train(made, made.setup_dataloaders(loader(13, 4)), model, optimizer, epochs=1)
+        optimizer.param_groups[0]["lr"] *= 1 + get_rank() * options["by_part"]
+    return values(module)
+
+
+@WORLD.on(TWO)
+def test_models_that_differ_between_the_processes_are_named_after_a_loop() -> None:
+    # A scheduler that read a part's loss made two models, and nothing told.
+    decayed_by_a_part(by_part=0.0)
+    text = message_of(lambda: decayed_by_a_part(by_part=0.5))
+    assert "the ranks hold different models after a loop over a loader:\n  parameter 0.weight: rank 1" in text
+
+
+GATHERS = """
+def meet(value):
+    return fabric.all_reduce(value)
+
+def validate(loader):
+    total = count = 0
+    for x, y in loader:
+        total += loss(x, y).item()
+        count += len(x)
+    return total, count
+
+shown = meet(loss.detach())
+found, number = validate(loader)
+fabric.print(other / shown)
+row = {"found": found}
+parts.append(number)
+dist.all_gather_object(out, [row, *parts])
+"""
+
+
+def test_variables_that_a_program_gathers_are_found_through_functions_and_lists() -> None:
+    found = gathered_in([ast.parse(GATHERS)], {"all_reduce", "all_gather_object"})
+    assert {"loss", "value", "found", "number", "row", "parts", "total", "count"} <= found
+    assert found.isdisjoint({"other", "shown"})
 
 
 @WORLD.on(TWO)

@@ -549,6 +549,32 @@ def test_a_masked_mean_counts_by_its_mask_also_where_the_parts_count_equally(str
     return dict(made.callback_metrics)
 
 
+class LogsOtherReductions(Net):
+    """What the parts of a batch do not have: their batches' extremes, sums of means, counts."""
+
+    def _log_all(self, batch: Any, prefix: str) -> None:
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        for reduction in ("max", "min", "sum"):
+            self.log(f"{prefix}_{reduction}", loss, on_step=False, on_epoch=True, reduce_fx=reduction)
+        self.log(f"{prefix}_highest", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log(f"{prefix}_samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log(f"{prefix}_mean_of_samples", float(len(batch[0])), on_step=True, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._log_all(batch, "train")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_all(batch, "val")
+
+
+@WORLD.as_on_one()
+def test_extremes_sums_and_counts_are_those_of_whole_batches(strategy: str) -> Any:
+    # The largest loss of a batch was that of a part; a sum of means was that of all parts.
+    batches = loader(29, 8, shuffle=True), loader(13, 5, 9)
+    return fit(strategy, LogsOtherReductions(), *batches, num_sanity_val_steps=1, max_epochs=2)
+
+
 class LogsByAConstant(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("by_4", batch[0].mean(), batch_size=4)

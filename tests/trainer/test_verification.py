@@ -448,8 +448,14 @@ def told(run: Callable[[], Any]) -> str:
     """What a run warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        for begins in ("gradient of the first batch", "data set is not the same", "mean over the processes"):
+        for begins in (
+            "gradient of the first batch",
+            "data set is not the same",
+            "mean over the processes",
+            "loss calls",
+        ):
             warnings.filterwarnings("always", f"the {begins}")
+        warnings.filterwarnings("always", ".*weight= counts nothing")
         warnings.filterwarnings("always", BY_PART)
         found = outcome(run)
     return found + "".join(str(each.message) for each in caught)
@@ -570,7 +576,7 @@ def seed_by_rank(worker: int) -> None:
 
 
 class Counts(Net):
-    """Logs ``seen`` and ``largest``, which do not add up over the parts of a batch, and what does or cannot be told."""
+    """Logs ``largest``, which does not add up over the parts of a batch, and what does or cannot be told."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log("seen", float(len(batch[0])))
@@ -609,7 +615,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "counts that are logged": (
         lambda: trainer_tells(Counts()),
-        "what the training step logs is not: seen (5 for 8), largest (0.2553 for 0.4129), "
+        "what the training step logs is not: largest (0.2553 for 0.4129), "
         "by the whole (0 for 1), infinite (0 for inf). Log",
     ),
     "a validation, by weight": (
@@ -619,15 +625,12 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a validation that is to be silent": (lambda: judge(verify=None), ""),
     "what is logged with a wrong weight": (
         lambda: trainer_tells(Net(), weight=lambda batch: (batch[1] > 1).sum() + 1),
-        "x",
+        "loss (0.9397 for 0.9848)",
     ),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'so give reduction="sum" to DDPCallback'),
     "a sum that is said": (lambda: trainer_tells(Summed(), reduction="sum"), ""),
-    "a sum that is logged as a mean": (
-        lambda: trainer_tells(LogsASumAsAMean(), reduction="sum"),
-        "but the mean over the processes of what the training step logs is not: loss (",
-    ),
+    "a sum that is logged as a mean": (lambda: trainer_tells(LogsASumAsAMean(), reduction="sum"), ""),
     "a sum with a term of the parameters": (
         lambda: trainer_tells(SummedWithATerm(), reduction="sum"),
         "A sum must not have terms of the parameters alone, unless divided by the number of processes",
@@ -844,6 +847,43 @@ def test_a_step_that_communicates_is_not_compared() -> None:
     parts = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(parts, torch.ones(1))
     assert parts[1] == 1
+
+
+class DividesByAll(Net):
+    """Divides by what all parts have, as many losses of boxes do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        count = (batch[1] > 0).sum().double()
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        loss = F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / count
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@WORLD.on(TWO)
+def test_a_loss_that_communicates_is_named_where_parts_are_unequal() -> None:
+    says = "the loss calls torch.distributed.all_reduce, so it is not compared with one process, and the parts of a "
+    texts = [
+        told(lambda rows=rows: fit(CallbackStrategy(), DividesByAll(), loader(rows, 8), max_epochs=1))
+        for rows in (24, 29)
+    ]
+    assert texts[0] == "" and texts[1].startswith(f"{says}batch are not equal (3 of 5") == (dist.get_rank() == 0)
+
+
+@WORLD.as_on_one()
+def test_a_sum_divided_by_what_all_parts_have_trains_and_is_logged_as_on_one_process(strategy: str) -> Any:
+    chosen = CallbackStrategy(reduction="sum") if strategy == OURS else strategy
+    return fit(chosen, DividesByAll(), loader(29, 8, shuffle=True))
+
+
+@WORLD.on(TWO)
+def test_a_part_without_weight_whose_loss_is_not_zero_is_named() -> None:
+    rows = TensorDataset(loader(16, 8).dataset[:][0], torch.tensor([0, 1, 2, 1] * 3 + [0] * 4))
+    kind = functools.partial(CallbackStrategy, weight=lambda batch: (batch[1] > 0).sum())
+    text = told(lambda: fit(kind(), Net(), DataLoader(rows, 8), max_epochs=1))
+    says = "weight= counts nothing in this rank's part of step 1, so its loss of "
+    assert (says in text) == (dist.get_rank() == 1)
 
 
 class Averaged(nn.Module):

@@ -159,14 +159,15 @@ class CallbackFabricMixin(ProcessesMixin):
         draws = self._batches.choose()
         self._weights = (draws[0].weight, draws[0].total or 0.0) if draws else (1.0, float(self.world_size))
         self._backwards += 1
-        self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
+        samples = sum(draw.share.local for draw in draws)
+        self._losses.look(tensor, self._weights[0], samples or not draws, f"backward {self._backwards}")
         is_alone = self._models.are_all(set(self._blocked))
         with (
             synchronizer.no_sync() if is_alone else nullcontext(),
             weighed_backward(synchronizer, tensor, *self._weights),
         ):
             super().backward(tensor, module, *args, **kwargs)
-        self._models.note_backward(sum(draw.share.local for draw in draws), is_alone)
+        self._models.note_backward(samples, is_alone)
 
     @contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
