@@ -24,7 +24,10 @@ from ddp_callbacks.data.sample_seeds import is_own
 from ddp_callbacks.errors import warn
 
 _LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."
-_KEPT = "each process has now what the only process of the run that was cut had, which is wrong for a sum over samples."
+_KEPT = (
+    "each process has now what the only process of the run that was cut had: wrong for a sum over samples, right for "
+    "what is equal on all."
+)
 _LARGEST = 10_000  # numbers in an attribute of an object that is no module, or as many as the model has
 _FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 

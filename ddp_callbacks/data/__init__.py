@@ -10,7 +10,7 @@
 - :mod:`.random_state`: all ranks draw alike. :mod:`.sample_seeds`: each sample draws its own augmentation.
   :mod:`.global_state` reads and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values; :mod:`.collected` and :mod:`.loop_variables`
-  find what nobody joins, by :mod:`.own_code`
+  find what nobody joins, by :mod:`.own_code` and :mod:`.gathered`
 - :mod:`.bad_batches`: all ranks skip a batch that is bad on one
 - :mod:`.nested`: walk nested lists, tuples and mappings
 """

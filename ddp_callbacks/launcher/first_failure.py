@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ddp_callbacks.errors import EXIT_PREEMPTED
 
 TAIL = 1 << 14  # bytes to keep of each kind of a rank's output
 _LONGEST, _LINE = 4000, 1000  # maximum length of a reason, and of a last line
+_SHORT = 160  # characters of a reason, before the line that has all of it
 _QUOTED = 20  # lines of a failed rank to show
 _TRACEBACK = 45  # lines of a failed rank in which its last traceback may begin; the hook shortens longer ones
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(Peer|Mismatch|Checkpoint|Rendezvous|Configuration)Error\b")
@@ -148,7 +150,8 @@ class End:
             which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
         ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
-        return f"{self} has failed, but still runs: {(self.told or '').rstrip('.')}. {ends}"
+        why = textwrap.shorten((self.told or "").partition("\n")[0], _SHORT, placeholder=" ...").rstrip(".")
+        return f"{self} has failed, but still runs: {why}. {ends}"
 
     def fail(self) -> None:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""

@@ -22,6 +22,8 @@ KNOWN = {
 }
 """Which dimension holds the batch in what torch's functions draw."""
 
+_Draw = tuple[tuple[int, ...], int]  # a shape, and the number of samples
+
 _JOINS, _REPEATS = ("cat", "concat", "concatenate", "vstack"), ("repeat", "tile")
 ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatten"}
 """Functions that may give each sample several rows."""
@@ -87,6 +89,7 @@ class BatchDims:
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
+        self._compared, self._right = set[_Draw](), set[_Draw]()  # in comparisons, of which the latter were right
         self.is_comparing = self.is_in_hook = False
 
     def find(
@@ -121,9 +124,12 @@ class BatchDims:
         if seen is None:
             is_in_hook = self.is_in_hook and order is None
             seen = self._seen[place] = _Seen(name(), known, order is None, is_in_hook, rows.samples, shape)
+            seen.is_right = not self.is_in_hook and (tuple(shape), rows.samples) in self._right
         if shape != seen.shape or rows.samples != seen.samples:
             self._learn(seen, shape, rows.samples)
-        seen.is_compared = seen.is_compared or self.is_comparing
+        if self.is_comparing:
+            seen.is_compared = True
+            self._compared.add((tuple(shape), rows.samples))
         if seen.refusal:
             raise DrawByRankError(seen.refusal)
         dim = seen.dim if seen.is_told else _guess(seen, shape, rows.samples)
@@ -159,7 +165,8 @@ class BatchDims:
             self._seen = before
 
     def confirm(self) -> None:
-        """Note that what was drawn in a comparison is what one process draws."""
+        """Note that what was drawn in a comparison is what one process draws: another place draws the same so."""
+        self._right |= self._compared
         for seen in self._seen.values():
             if seen.is_compared and not seen.was_wrong:
                 seen.is_right, seen.doubt = True, ""

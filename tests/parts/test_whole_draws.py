@@ -415,6 +415,25 @@ def test_a_comparison_does_not_excuse_what_was_drawn_otherwise_before(begins_bef
         draws.warn()
 
 
+def latent(samples: int, size: int) -> torch.Tensor:
+    return torch.randn(samples, size)
+
+
+@pytest.mark.parametrize(("size", "says"), [(4, ""), (2, r"of \[4, 2, 4\] for 4 samples, dimension 0 was taken")])
+def test_a_square_that_another_place_has_drawn_in_a_right_comparison_is_not_doubted(size: int, says: str) -> None:
+    # The second model of a GAN draws after the first backward, where the comparison ends.
+    draws = WholeDraws(nn.Identity(), 0)
+    for rows in (Rows(0, 8, 8), Rows(0, 4, 8)):
+        with draws.comparing(rows, nn.Identity()):
+            latent(rows.samples, 4)
+    draws.confirm()
+    with draws.batch(Rows(0, 4, 8)):
+        latent(4, 4)
+        torch.randn(4, 4) if size == 4 else torch.randn(4, 2, 4)
+    with pytest.warns(UserWarning, match=says) if says else nullcontext():
+        draws.warn()
+
+
 def test_a_warning_of_many_layers_counts_most_of_them() -> None:
     draws = WholeDraws(nn.Identity(), 0)
     refusals = {f"layer {number}": "draws by rank" for number in range(7)}
