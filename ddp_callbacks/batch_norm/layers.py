@@ -28,12 +28,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm.statistics import BatchStatistics, GlobalBatch, at_least_float32
@@ -67,8 +70,9 @@ class BatchNormSynchronizer:
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: A layer cannot be synchronized: it overrides ``forward``, is compiled by TorchScript, or has
-            no parameters yet.
+        ConfigurationError: A layer cannot be synchronized: an object's ``forward`` is replaced, or a class's own one
+            does not call ``torch.nn.functional.batch_norm`` (this is raised from ``forward``), it is compiled by
+            TorchScript, or has no parameters yet.
         ValueError: From a layer's forward, on all ranks, as in torch: all ranks together have one value per channel.
         MismatchError: From forward or backward: the ranks are at different layers. Not under NCCL.
         PeerError: From forward or backward: another rank failed or died.
@@ -106,10 +110,11 @@ class BatchNormSynchronizer:
     def _synchronized(self, original: type, statistics: BatchStatistics) -> type:
         if original not in self._made:
             members = {"original": original, "names": self._layers, "statistics": statistics, "__module__": __name__}
+            mixin = OwnForward if _has_own_forward(original) else SynchronizedLayer
             if "torch._dynamo" in sys.modules:  # a compiled model calls the layer between its graphs
-                members["forward"] = torch.compiler.disable(SynchronizedLayer.forward)
+                members["forward"] = torch.compiler.disable(mixin.forward)
             name = "Synchronized" + original.__name__.removeprefix("Sync")
-            self._made[original] = type(name, (SynchronizedLayer, original), members)
+            self._made[original] = type(name, (mixin, original), members)
         return self._made[original]
 
 
@@ -177,6 +182,57 @@ class SynchronizedLayer:
         return function, tuple(self.original if entry is type(self) else entry for entry in arguments), *rest
 
 
+class OwnForward(SynchronizedLayer):
+    """Mixin for layers with a ``forward`` of their class, such as those that add an activation."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Like the class's, but ``F.batch_norm`` uses the statistics of all ranks. A collective then.
+
+        Raises:
+            ConfigurationError: It normalizes without that function.
+        """
+        name = self.names.get(self)
+        joining = nullcontext() if name is None else _Joining(self.statistics, name)
+        with joining:
+            output: torch.Tensor = self.original.forward(self, *args, **kwargs)
+        if isinstance(joining, _Joining) and not joining.has_normalized:
+            text = f"{name}, a {self.original.__name__}, has its own forward, which doesn't call F.batch_norm"
+            raise ConfigurationError(f"{text}. {_REMEDY}")
+        return output
+
+
+class _Joining(TorchFunctionMode):
+    """Inside, ``F.batch_norm`` normalizes by the batch of all ranks, if by a batch."""
+
+    def __init__(self, statistics: BatchStatistics, name: str) -> None:
+        super().__init__()
+        self._statistics, self._name, self.has_normalized = statistics, name, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.has_normalized = True
+        return self._batch_norm(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        batch = self._statistics.join(input, self._name)
+        if running_mean is not None and running_var is not None:
+            _update(running_mean, running_var, batch, momentum)
+        return _Normalize.apply(input, weight, bias, batch, eps)  # type: ignore[no-untyped-call]
+
+
 def synchronize_copy(module: torch.nn.Module, copied: torch.nn.Module) -> None:
     """Let the BatchNorm layers of a module's copy normalize as those of the module do now. Local."""
     for layer, other in zip(module.modules(), copied.modules(), strict=True):
@@ -190,14 +246,21 @@ def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
     """Update the running statistics as torch does."""
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-    if layer.running_mean is None or layer.running_var is None or batch.is_empty:
+    if layer.running_mean is None or layer.running_var is None:
         return
     factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.momentum is None and layer.num_batches_tracked is not None:
         factor = _one_over(layer.num_batches_tracked, layer.running_mean.dtype)
-    unbiased = batch.var * (batch.distinct / (batch.distinct - 1))
-    layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
-    layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
+    _update(layer.running_mean, layer.running_var, batch, factor)
+
+
+@torch.no_grad()
+def _update(mean: torch.Tensor, var: torch.Tensor, batch: GlobalBatch, factor: float | torch.Tensor) -> None:
+    """Move running statistics towards those of a batch."""
+    if not batch.is_empty:
+        unbiased = batch.var * (batch.distinct / (batch.distinct - 1))
+        mean.lerp_(batch.mean.to(mean), factor)
+        var.lerp_(unbiased.to(var), factor)
 
 
 def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
@@ -278,12 +341,16 @@ _REMEDY = "Such a layer cannot use the whole batch: leave out sync_batchnorm, or
 
 def _check_layer(name: str, layer: BatchNorm) -> None:
     kind = type(layer)
-    if "forward" in vars(layer) or kind.forward not in (BatchNorm.forward, SyncBatchNorm.forward):
+    if "forward" in vars(layer) or (_has_own_forward(kind) and isinstance(layer, SyncBatchNorm)):
         raise ConfigurationError(f"{name}, a {kind.__name__}, has its own forward. {_REMEDY}")
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
         raise ConfigurationError(
             f"{name}, a {kind.__name__}, has no parameters yet. Call the model on a batch before the run."
         )
+
+
+def _has_own_forward(kind: type) -> bool:
+    return kind.forward not in (BatchNorm.forward, SyncBatchNorm.forward)  # type: ignore[attr-defined]
 
 
 def _has_group(layer: BatchNorm) -> bool:

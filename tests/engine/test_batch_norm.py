@@ -136,6 +136,18 @@ def without_bias(layer: nn.BatchNorm1d) -> nn.Module:
     return layer
 
 
+class WithActivation(nn.BatchNorm1d):
+    """A layer that adds an activation, as those of many model libraries do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
+class OwnSync(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
 norm = functools.partial(nn.BatchNorm1d, CHANNELS)
 CASES = {
     "1d": Case(lambda: around(norm())),
@@ -153,6 +165,7 @@ CASES = {
     "no running statistics": Case(lambda: around(norm(track_running_stats=False))),
     "cumulative average": Case(lambda: around(norm(momentum=None))),
     "momentum 0 and 1": Case(lambda: around(norm(momentum=0), norm(momentum=1.0))),
+    "own forward": Case(lambda: around(WithActivation(CHANNELS))),
     "first layer": Case(normalized_inputs),
     "several times": Case(Shared),
     "checkpoint": Case(lambda: Checkpointed(False)),
@@ -452,19 +465,19 @@ def test_torchs_synchronized_layer_runs_on_cpus() -> None:
     assert type(model[0]) is nn.SyncBatchNorm
 
 
-class Own(nn.BatchNorm1d):
+class ByHand(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
+        return (input - input.mean(0)) / input.std(0)
 
 
 @WORLD
 def test_layers_that_cannot_be_synchronized_are_refused_by_name() -> None:
-    """The library refuses layers with their own `forward`."""
+    """The library refuses layers that normalize by themselves."""
     patched = nn.BatchNorm1d(1)
     patched.forward = lambda input: input  # type: ignore[method-assign]
     own = r"has its own forward\. Such a layer cannot use the whole batch"
     for model, says in (
-        (nn.Sequential(nn.Linear(1, 1), Own(1)), f"^1, a Own, {own}"),
+        (nn.Sequential(nn.Linear(1, 1), OwnSync(1)), f"^1, a OwnSync, {own}"),
         (patched, f"^the model, a BatchNorm1d, {own}"),
         (
             nn.Sequential(nn.LazyBatchNorm1d()),
@@ -473,6 +486,12 @@ def test_layers_that_cannot_be_synchronized_are_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigurationError, match=says):
             BatchNormSynchronizer(model)
+    alone = ByHand(1)
+    with (
+        synchronized(alone),
+        pytest.raises(ConfigurationError, match=r"ByHand, .* which doesn.t call F\.batch_norm\. Such"),
+    ):
+        alone(torch.randn(3, 1))
 
 
 @WORLD
@@ -580,6 +599,6 @@ def test_a_peer_that_fails_in_an_exchange_is_named() -> None:
 
 
 def test_in_a_world_of_one_nothing_changes() -> None:
-    model = nn.Sequential(Own(1), nn.BatchNorm1d(1))
+    model = nn.Sequential(OwnSync(1), nn.BatchNorm1d(1))
     with synchronized(model):
-        assert [type(layer) for layer in model] == [Own, nn.BatchNorm1d]
+        assert [type(layer) for layer in model] == [OwnSync, nn.BatchNorm1d]
