@@ -15,7 +15,7 @@ from ddp_callbacks._torch import mark_as_stepped
 from ddp_callbacks.checkpoints.file import CheckpointFile
 from ddp_callbacks.checkpoints.format import LocalStates, describe_loader, describe_model, require_same
 from ddp_callbacks.checkpoints.resume import closed_windows, load_buffers
-from ddp_callbacks.checkpoints.settings import settings_of, warn_of_ignored
+from ddp_callbacks.checkpoints.settings import follow_settings, settings_of
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
@@ -127,8 +127,7 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     for name, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
             _require_same_groups(name, value, saved.shared[_OBJECTS][name], opened.path)
-    if states.rank == 0:
-        warn_of_ignored(states.mine.get(_SETTINGS, {}), settings_of(objects.values()), opened.path)
+    follow_settings(states.mine.get(_SETTINGS, {}), [*objects.values()], opened.path, states.rank)
     _load_all(objects, saved.shared, states, group)
     return True
 

@@ -59,7 +59,7 @@ class Collected:
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
-        self._owners = [each for each in owners if _may_collect(each)]
+        self._owners = [each for each in owners if may_collect(each)]
         self._modules = [each for each in self._owners if isinstance(each, torch.nn.Module)]
         self._owners += [layer for module in self._modules for layer in _own_layers(module)]
         self._before, self._new, self._begin = {}, {}, time.monotonic()
@@ -152,7 +152,7 @@ def _mark(held: Any) -> Any:
 
 
 def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
-    """Return what has changed since :func:`_mark`, the last of several new entries; ``None`` if nothing has.
+    """Return what has changed since :func:`_mark`: new numbers, or the last of other entries; ``None`` if nothing has.
 
     Args:
         is_carried: Whether an array in place of another one is the same, changed.
@@ -164,8 +164,8 @@ def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
         if len(held) == len(before) and [*held] != before:
             return [*held]
         length = len(before)
-    if _length(held) - length >= _LEAST:
-        return held[-1]  # the first may be of a comparison of the first batch, which all ranks compute whole
+    if _length(held) - length >= _LEAST:  # the first may be of a comparison, for which all ranks compute a whole batch
+        return [*held][length + 1 :] if isinstance(before, list) and type(held[-1]) in (int, float) else held[-1]
     is_same = is_array(held) and (is_carried or held is known())
     return held if is_same and _size(held) <= _LARGEST and checksum_of(held) != checksum else None
 
@@ -179,7 +179,8 @@ def _size(array: Any) -> int:
 
 
 def _is_moment(value: Any, seconds: float) -> bool:
-    """Whether this is what a clock has shown in the last seconds."""
+    """Whether this, or the last of these, is what a clock has shown in the last seconds."""
+    value = value[-1] if isinstance(value, list) and value else value
     is_number = type(value) in (int, float)
     return is_number and any(0 <= clock() - value <= seconds * unit for clock, unit in _CLOCKS.items())
 
@@ -199,9 +200,7 @@ def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _own_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers of a module that are of the user's own classes, without metrics, which merge what they have."""
-    layers = [
-        layer for layer in module.modules() if layer is not module and is_own(type(layer)) and _may_collect(layer)
-    ]
+    layers = [layer for layer in module.modules() if layer is not module and is_own(type(layer)) and may_collect(layer)]
     return [
         each for each in layers if not any(kind.__module__.startswith("torchmetrics") for kind in type(each).__mro__)
     ]
@@ -229,7 +228,7 @@ def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[st
         yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
 
 
-def _may_collect(owner: Any) -> bool:
+def may_collect(owner: Any) -> bool:
     """Whether an object is not of a library that gathers, and has no function that may do so itself."""
     module = str(type(owner).__module__)
     if module != _DECORATED and module.partition(".")[0] in _GATHERING:

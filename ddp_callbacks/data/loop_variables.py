@@ -5,19 +5,27 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from ddp_callbacks.data.collected import COLLECTS, EXCHANGES
+from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, Collected, may_collect
 from ddp_callbacks.data.gathered import FILLS, gathered_in
-from ddp_callbacks.data.own_code import names_in, running_in
+from ddp_callbacks.data.nested import is_array
+from ddp_callbacks.data.own_code import measures, names_in, names_measure, running_in
 from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 from ddp_callbacks.errors import frames, warn
 
+_VARIABLE = re.compile(r"\w+\.(self\.)?\w+")  # the name of a loop, and of its variable
 _EXCHANGES = EXCHANGES | {"gather", "reduce"}
 _PADDED = (
     "{ranks} had no sample of a batch in the loop of {place}, and computed one of another rank's once more: what the "
@@ -33,15 +41,26 @@ class LoopVariables:
         self._gathered: set[str] | None = None  # variables that the program gathers somewhere, once it is known
         self._told: set[str] = set()
 
-    def sums(self) -> dict[str, float]:
-        """Return the sums of the loop that has just ended, by name, which the program does not gather. Local."""
+    def begin(self) -> Loop | None:
+        """Note what the loop that begins can collect in. Local."""
+        frame = next(_own_frames(), None)
+        return None if frame is None else Loop(frame)
+
+    def sums(self, loop: Loop | None) -> dict[str, float]:
+        """Return what has changed in the loop that has just ended, by name, and is not gathered. Local.
+
+        That are its running sums, and checksums of what lists, arrays and objects of the program's have got.
+        """
         frame = next(_own_frames(), None)
         if frame is None:
             return {}
         if self._gathered is None:
             self._gathered = _gathered()
-        names = running_in(frame.f_code) - self._gathered
-        return {f"{_place(frame)}.{name}": of for name, of in _numbers(frame, names).items()}
+        place, gathered = _place(frame), self._gathered
+        names = running_in(frame.f_code) - gathered
+        found = {f"{place}.{name}": of for name, of in _numbers(frame, names).items()}
+        new = {} if loop is None else loop.end(frame)
+        return found | {name: of for name, of in new.items() if gathered.isdisjoint(re.findall(r"\w+", name)[1:])}
 
     def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`sums`."""
@@ -63,12 +82,71 @@ class LoopVariables:
             warn(_PADDED.format(ranks=", ".join(f"rank {rank}" for rank in ranks), place=place))
 
 
-def _numbers(frame: FrameType, names: set[str]) -> dict[str, float]:
-    """Return the values of variables that are single numbers."""
+class Loop:
+    """What a loop can collect in: the lists, arrays and objects of the program's that its variables hold."""
+
+    def __init__(self, frame: FrameType) -> None:
+        # An object of the program's, whose attributes are the variables.
+        self._variables = type(_place(frame), (), {"__module__": frame.f_globals.get("__name__", "")})()
+        self._collected = Collected()
+        with self._of(_holders(frame)) as held:
+            self._ids = {name: id(each) for name, each in held.items()}
+            self._collected.begin([self._variables])
+
+    def end(self, frame: FrameType) -> dict[str, int]:
+        """Return checksums of what has changed, by the name of the variable."""
+        running, held = running_in(frame.f_code), _holders(frame)
+        known = {name: each for name, each in held.items() if name in self._ids}
+        with self._of({name: each for name, each in known.items() if name in running or id(each) == self._ids[name]}):
+            self._collected.end()
+        changed: dict[str, dict[str, int]] = {}
+        for name, checksum in self._collected.checksums().items():
+            variable = _VARIABLE.match(name)
+            if variable and not names_measure(name.partition(".")[2]):
+                changed.setdefault(variable[0], {})[name] = checksum
+        return {name: checksum_of(entries) for name, entries in changed.items()}
+
+    @contextmanager
+    def _of(self, holders: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Have these variables inside. Afterwards nothing is kept alive."""
+        held = vars(self._variables)
+        held.update(holders)
+        try:
+            yield held
+        finally:
+            held.clear()
+
+
+def _holders(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a loop's code that can hold several values, and such attributes of ``self``."""
+    code = frame.f_code
+    named = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
+    known = {**frame.f_globals, **_locals(frame)}
+    found = {name: known[name] for name in named & known.keys() if name != "self"}
+    found["self"] = known.get("self")
+    found |= {f"self.{name}": each for name, each in getattr(found["self"], "__dict__", {}).items()}
+    return {name: each for name, each in found.items() if _holds(each)}
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, list | deque | dict) or is_array(value):
+        return True
+    is_plain = isinstance(value, type | FunctionType | ModuleType | torch.nn.Module | Dataset | DataLoader)
+    return not is_plain and is_own(type(value)) and may_collect(value) and not measures(value)
+
+
+def _locals(frame: FrameType) -> dict[str, Any]:
     held = frame.f_locals
-    values = {name: held[name] for name in sorted(names & held.keys())}
+    found = dict(held)
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
         held.clear()  # a copy, which would keep alive what the function lets go
+    return found
+
+
+def _numbers(frame: FrameType, names: set[str]) -> dict[str, float]:
+    """Return the values of variables that are single numbers."""
+    held = _locals(frame)
+    values = {name: held[name] for name in sorted(names & held.keys())}
     tensors = {name: of.detach() for name, of in values.items() if isinstance(of, torch.Tensor) and of.numel() == 1}
     plain = {name: of for name, of in values.items() if type(of) in (int, float)}
     return {name: float(of) for name, of in (plain | tensors).items() if of == of}  # a NaN differs from itself

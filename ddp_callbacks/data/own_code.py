@@ -68,7 +68,12 @@ def names_in(code: CodeType) -> set[str]:
 
 def is_measured(owners: Iterable[Any], name: str) -> bool:
     """Whether a value that one of these objects logs is a time, or memory: by its name, and their code."""
-    return bool(_MEASURED.search(name)) and any(map(measures, owners))
+    return names_measure(name) and any(map(measures, owners))
+
+
+def names_measure(name: str) -> bool:
+    """Whether this may be the name of a time, a speed, or memory."""
+    return bool(_MEASURED.search(name))
 
 
 def counts_sizes(owner: Any, attribute: str) -> bool:

@@ -72,7 +72,7 @@ def verify_first_batch(
     with trainer.precision_plugin.train_step_context():
         computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws)
         comparisons.compare(computation, load, trainer.current_epoch)
-    _logged.results_of(trainer).operations.update(operations)
+    _note_operations(trainer, "training_step", operations)
 
 
 def compare_what_is_logged(
@@ -95,7 +95,11 @@ def compare_what_is_logged(
         instead = _instead(trainer, silent)
         computation = Computation([trainer.lightning_module], compute, instead, logged.copy, operations, draws)
         check_logged(computation, load, step)
-    _logged.results_of(trainer).operations.update(operations)
+    _note_operations(trainer, step, operations)
+
+
+def _note_operations(trainer: Any, step: str, operations: Mapping[str, str]) -> None:
+    trainer.strategy.operations.update({f"{step}.{name}": operation for name, operation in operations.items()})
 
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:

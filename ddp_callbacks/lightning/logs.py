@@ -50,7 +50,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         is_shown: Whether the Trainer's metrics have the values of the last step.
         logs_at_end: Whether this rank has logged anything since the last batch.
         odd_sizes: What Lightning takes for numbers of samples, if those of parts don't add up; else empty.
-        operations: By name, how the values of parts become that of a batch, as far as a comparison has told.
     """
 
     def __init__(self, training: bool, trainer: Any, batches: Batches, metrics: SyncedMetrics) -> None:
@@ -59,7 +58,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
-        self.logs_at_end, self.odd_sizes, self.operations = False, "", dict[str, str]()
+        self.logs_at_end, self.odd_sizes = False, ""
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -212,7 +211,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def pass_state(self) -> dict[str, Any]:
         """Return the state of the current pass for a file, between two batches, when all rows are joined."""
         sizes = {"by_size": sorted(self._sizes.by_size), "sizes": self._sizes.seen, "missed": self._missed}
-        return {"position": self._position, "samples": self._samples, "operations": self.operations} | sizes
+        return {"position": self._position, "samples": self._samples} | sizes
 
     def load_pass_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded.
@@ -221,7 +220,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             state: That of a pass without rows needs only the position.
         """
         position, self._samples = state["position"], state.get("samples", 0)
-        self.operations = dict(state.get("operations", {}))
         self._position, self._first, self._joined = position, position + 1, position
         self._shared = {key: self._dtypes.get(key) for key in self}
         self._sizes, self._missed = Sizes(state.get("by_size", ()), state.get("sizes")), dict(state.get("missed", {}))
@@ -346,7 +344,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _operation(self, key: str) -> str:
         if key not in self:
             return "mean"
-        return self.operations.get(self[key].meta.name) or _logged.operation_of(self[key])
+        meta = self[key].meta
+        return self._trainer.strategy.operations.get(f"{meta.fx}.{meta.name}") or _logged.operation_of(self[key])
 
 
 def _whole(size: float) -> float:

@@ -27,7 +27,7 @@ from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import Content, ResumeOptions
 from ddp_callbacks.checkpoints.saved_attributes import set_attributes
-from ddp_callbacks.checkpoints.settings import settings_of, warn_of_ignored
+from ddp_callbacks.checkpoints.settings import follow_settings, settings_of
 from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
@@ -180,8 +180,7 @@ class Fit:
         _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._savers.path)
 
     def _load_optimizers(self, load: Callable[[Any], None], checkpoint: Any) -> None:
-        if get_rank() == 0:
-            warn_of_ignored(self._mine.get("settings", {}), self._settings(), self._savers.path)
+        follow_settings(self._mine.get("settings", {}), self._parts(), self._savers.path, get_rank())
         load(checkpoint)
 
     def _require_same(self, about: dict[str, str]) -> None:
@@ -277,7 +276,7 @@ class Fit:
         own = own_state.take(trainer, self._attributes) | {
             "place": place,
             "validates": validates,
-            "settings": self._settings(),
+            "settings": settings_of(self._parts()),
             "training_position": position,
             "loaders": {
                 "train": [self._state_of(loader, position) for loader in train],
@@ -306,9 +305,10 @@ class Fit:
         fit_loop = self._trainer.fit_loop
         return _parts.loaders_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
 
-    def _settings(self) -> dict[str, str]:
+    def _parts(self) -> list[Any]:
+        """Return the optimizers and schedulers."""
         trainer = self._trainer
-        return settings_of([*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)])
+        return [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """Return what must be equal in the resumed run."""

@@ -243,7 +243,8 @@ class Run:
         """Let a loss that is a sum be logged as one, as no comparison can tell how it is joined. A collective."""
         loss, results = _parts.loss_in(output), _logged.results_of(self._trainer)
         names = all_gather_object([] if loss is None else results.names_of(float(loss.detach())), PURPOSE)
-        results.operations.update(dict.fromkeys(set(names[0]).intersection(*names[1:]), "sum"))
+        common = set(names[0]).intersection(*names[1:])
+        self._trainer.strategy.operations.update({f"training_step.{name}": "sum" for name in common})
 
     def compare(self, step: str, arguments: Sequence[Any]) -> None:
         """Compare what the first call of a step logs with one process, if the strategy does. A collective then.

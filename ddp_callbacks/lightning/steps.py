@@ -35,11 +35,14 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         resume: The fit, if the Trainer has the callback ``Resume``, or recovers.
         recovery: Lets the Trainer continue without processes that died, if the launcher does.
         compares: The steps of which the first call of a fit logs what is to be compared with one process.
+        operations: How the values of parts become that of a batch, by step and name (``"validation_step.loss"``), as
+            far as comparisons have told.
     """
 
     resume: Fit | None = None
     recovery: Recovery | None = None
     compares: frozenset[str]
+    operations: dict[str, str]
     _trainer: Any = None
     _is_first_call = True  # of the Trainer
     _synchronizer: GradientSynchronizer | None = None  # of a fit
@@ -210,6 +213,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "wants_to_stop": False} if self._run is None else self._run.state_dict()
         return run | {
+            "operations": self.operations,
             "outside": [parameter.detach().clone() for parameter in self._trained_outside()],
             "of_callbacks": [copy.deepcopy(optimizer.state_dict()) for optimizer in self._of_callbacks or ()],
             "engine": None if self._synchronizer is None else self._synchronizer.state_dict(),
@@ -224,6 +228,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             are_as_many: Whether there were as many ranks as now.
         """
         own = states[0]
+        self.operations.update(own.get("operations", {}))
         for parameter, value in zip(self._trained_outside(), own["outside"], strict=True):
             parameter.detach().copy_(value)
         for optimizer, state in zip(self._of_callbacks or (), own["of_callbacks"], strict=True):

@@ -125,6 +125,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
         steps = {"validation_step"} if self._verify is not None else {"validation_step", "training_step"}
         self.compares = frozenset() if verify is None else frozenset(steps)
+        self.operations = {}
         self.recovery = Recovery() if is_wanted() else None
         self._met = Replacements()  # from joining the processes until teardown
         self._exit = Replacements()  # during a run

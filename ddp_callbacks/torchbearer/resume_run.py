@@ -19,7 +19,6 @@ from torchbearer.trial import CallbackListInjection
 from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.recovery import Recovery, Savers
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumeOptions
-from ddp_callbacks.checkpoints.settings import warn_of_ignored
 from ddp_callbacks.errors import ConfigurationError, PeerError, Preempted, say
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback
@@ -237,10 +236,7 @@ class _Run(CallbackListInjection):  # type: ignore[misc]
 
     def _put_back(self, state: State) -> None:
         assert self._origin.saved is not None
-        if self._origin.rank == 0:
-            saved, now = self._origin.saved.own(0).get("settings", {}), self._run_state.settings(state)
-            warn_of_ignored(saved, now, self._savers.path)
-        self._run_state.put_back(self._origin.saved, state)
+        self._run_state.put_back(self._origin.saved, state, self._savers.path)
         self._origin.saved = None
 
     # --- stopping -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.recovery import Recovery
 from ddp_callbacks.checkpoints.resume import Content, closed_windows, load_buffers
 from ddp_callbacks.checkpoints.saved_attributes import attributes_of, load_attributes, set_attributes
-from ddp_callbacks.checkpoints.settings import settings_of
+from ddp_callbacks.checkpoints.settings import follow_settings, settings_of
 from ddp_callbacks.data import attributes
 from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.replacement import Replacements
@@ -112,7 +112,7 @@ class RunState:
         """Return this rank's own state. Local."""
         return {
             "batch": state.get(torchbearer.BATCH),
-            "settings": self.settings(state),
+            "settings": settings_of(self._parts(state)),
             "metrics": attributes.encode(dict(state.get(torchbearer.METRICS, {}))),
             "losses": attributes.encode({str(key): value for key, value in state.items() if _is_number(value)}),
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
@@ -126,10 +126,10 @@ class RunState:
             "random": self._data.random_state.state_dict(),
         }
 
-    def settings(self, state: State) -> dict[str, str]:
-        """Return what is passed to optimizers and schedulers."""
+    def _parts(self, state: State) -> list[Any]:
+        """Return the optimizers and schedulers, and other parts."""
         schedulers = [scheduler_of(one) for one in self._others.values() if isinstance(one, TorchScheduler)]
-        return settings_of([state[torchbearer.OPTIMIZER], *self._stateful(state).values(), *schedulers])
+        return [state[torchbearer.OPTIMIZER], *self._stateful(state).values(), *schedulers]
 
     def _state_of(self, name: str, callback: Callback) -> dict[str, Any]:
         """Return a callback's ``state_dict``, and the state that it lacks."""
@@ -209,9 +209,10 @@ class RunState:
             if name != _TRAIN or (own["batches"] is None and not is_endless):
                 loader.start_afresh()
 
-    def put_back(self, saved: Saved, state: State) -> None:
+    def put_back(self, saved: Saved, state: State, path: str) -> None:
         """Restore all state as it was at the cut. The random state comes last, because the other steps may draw."""
         states = self._states(saved)
+        follow_settings(states.mine.get("settings", {}), self._parts(state), path, states.rank)
         own, device = states.mine, self._trial.state[torchbearer.DEVICE]
         self._load_trial(saved, own)
         self._load_others(saved, states, state)

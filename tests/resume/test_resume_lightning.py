@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -346,12 +347,12 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 class Scheduled(Net):
-    def __init__(self, lr: float, epochs: int) -> None:
+    def __init__(self, lr: float, epochs: int, kind: Any = torch.optim.SGD) -> None:
         super().__init__()
-        self.lr, self.epochs = lr, epochs
+        self.lr, self.epochs, self.kind = lr, epochs, kind
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        optimizer = self.kind(self.parameters(), self.lr)
         warmup, decay = LinearLR(optimizer, total_iters=1), CosineAnnealingLR(optimizer, self.epochs)
         return [optimizer], [SequentialLR(optimizer, [warmup, decay], [1])]
 
@@ -369,6 +370,20 @@ def test_a_learning_rate_that_the_script_changes_is_not_ignored_silently(tmp_pat
     others = "this script passes: lr of SGD 0.1, now 0.01; T_max of CosineAnnealingLR 2, now 4. The run resumes with"
     with pytest.raises(UserWarning, match=re.escape(f"{path} was written with other settings than {others}")):
         train(0.01, 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer("ddp_callbacks", callbacks=[Resume(path)], max_epochs=3).fit(Scheduled(0.01, 2), loader())
+    train(0.1, 2, 4)  # the file still has the settings with which it was trained
+
+
+def test_the_state_of_another_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
+    # An error of torch's named no file ('step', 'lr_lambdas'), or the run went on without its schedule.
+    path = tmp_path / "run.ckpt"
+    fit_plainly(trainer("ddp_callbacks", callbacks=[Resume(path)], max_epochs=1), Scheduled(0.1, 2), loader())
+    other = Scheduled(0.1, 2, torch.optim.Adam)
+    text = "has the states of SGD, SequentialLR, LinearLR, CosineAnnealingLR, this script has Adam, SequentialLR"
+    with pytest.raises(CheckpointError, match=text):
+        fit_plainly(trainer("ddp_callbacks", callbacks=[Resume(path)], max_epochs=2), other, loader())
 
 
 def test_settings_of_resume_are_checked(tmp_path: Path) -> None:

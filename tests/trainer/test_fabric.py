@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -177,6 +178,51 @@ def test_a_sum_that_a_loop_keeps_is_named_if_nothing_gathers_it_or_it_has_a_padd
     named = "each process collects in summed_by_hand.total what it computes itself"
     padded = "rank 1 had no sample of a batch in the loop of summed_by_hand"
     assert texts == ([[named], [named], [padded], []] if get_rank() == 0 else [[], [], [], []])
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float, count: int) -> None:
+        self.sum += value
+        self.count += count
+
+
+class Runner:
+    """Collects in all that a loop may collect in, and has what is equal on all processes, a time, or of one batch."""
+
+    def __init__(self) -> None:
+        self.total, self.batches, self.meter = 0.0, 0, Meter()
+
+    def run(self) -> None:
+        made, losses, row, shown = fabric(OURS), list[float](), {"sum": 0.0}, [0.0, 0.0]
+        meter, batch_time, kept = Meter(), Meter(), torch.zeros(4)
+        batches = made.setup_dataloaders(loader(13, 4))
+        for number, (x, _) in enumerate(batches):
+            of_batch = x.sum()
+            parts = [float(each) for each in x[:, 0]]
+            self.batches += 1
+            shown[1] = float(number)
+            losses.append(float(of_batch))
+            row["sum"] += losses[-1]
+            kept[number] = of_batch
+            self.total += parts[0]
+            self.meter.update(losses[-1], len(x))
+            meter.update(losses[-1], len(x))
+            batch_time.update(losses[-1], 1)
+
+
+@WORLD.on(TWO)
+def test_what_a_loop_collects_in_meters_lists_and_arrays_is_named() -> None:
+    # Only plain variables were: the usual AverageMeter, and a list of losses, were silent.
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(loop_variables, "_gathered", set)
+        Runner().run()
+    names = [set(re.findall(r"run\.([\w.]+)", str(each.message))) for each in caught if "itself" in str(each.message)]
+    expected = {"losses", "row", "kept", "meter", "self.total", "self.meter"}
+    assert names == ([expected] if get_rank() == 0 else [])
 
 
 def decayed_by_a_part(**options: Any) -> Any:

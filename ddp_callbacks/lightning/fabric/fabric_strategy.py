@@ -232,12 +232,12 @@ class CallbackFabricMixin(ProcessesMixin):
         Args:
             draws: ``None``: the loader is not divided.
         """
-        running = Pass()
+        running, loop = Pass(), None
         if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():
                 self._synced([metric])
-            self._random.begin_pass()
+            loop = self._random.begin_pass()
         try:
             yield running
         finally:
@@ -245,7 +245,7 @@ class CallbackFabricMixin(ProcessesMixin):
             self._batches.leave(running)
         if draws is not None:
             self._models.merge_buffers()
-            self._random.end_pass(draws)
+            self._random.end_pass(draws, loop)
             self._models.require_equal()
 
     @contextmanager

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ddp_callbacks.comm.collectives import all_gather_object
-from ddp_callbacks.data.loop_variables import LoopVariables
+from ddp_callbacks.data.loop_variables import Loop, LoopVariables
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.lightning.fabric.loss_batches import Pass
@@ -53,16 +53,17 @@ class LoopDraws:
             body.end()
         self._resume()
 
-    def begin_pass(self) -> None:
-        """Continue on all ranks from rank 0's random state. A collective."""
+    def begin_pass(self) -> Loop | None:
+        """Continue on all ranks from rank 0's random state. A collective. Return the loop that begins, if known."""
         with self._outside():
             self._state.synchronize()
+            return self._variables.begin()
 
-    def end_pass(self, draws: WholeDraws) -> None:
+    def end_pass(self, draws: WholeDraws, loop: Loop | None) -> None:
         """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what is not of the whole batch."""
         with self._outside():
             self._state.draws = draws
-            own = [self._state.report(), self._variables.sums(), self._has_padded]
+            own = [self._state.report(), self._variables.sums(loop), self._has_padded]
             reports, sums, padded = zip(*all_gather_object(own, "the random state"), strict=True)
             self._state.take(reports)
         self._has_padded = False
