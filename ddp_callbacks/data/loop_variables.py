@@ -9,7 +9,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -43,8 +43,9 @@ class LoopVariables:
 
     def begin(self) -> Loop | None:
         """Note what the loop that begins can collect in. Local."""
-        frame = next(_own_frames(), None)
-        return None if frame is None else Loop(frame)
+        with suppress(Exception):  # an object of the user's may not answer what it is asked
+            return Loop(next(_own_frames()))
+        return None
 
     def sums(self, loop: Loop | None) -> dict[str, float]:
         """Return what has changed in the loop that has just ended, by name, and is not gathered. Local.
@@ -59,7 +60,9 @@ class LoopVariables:
         place, gathered = _place(frame), self._gathered
         names = running_in(frame.f_code) - gathered
         found = {f"{place}.{name}": of for name, of in _numbers(frame, names).items()}
-        new = {} if loop is None else loop.end(frame)
+        new: dict[str, int] = {}
+        with suppress(Exception):
+            new = {} if loop is None else loop.end(frame)
         return found | {name: of for name, of in new.items() if gathered.isdisjoint(re.findall(r"\w+", name)[1:])}
 
     def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
@@ -169,9 +172,9 @@ def _gathered() -> set[str]:
         return set()
     try:
         trees = [ast.parse("".join(linecache.getlines(file))) for file in {code.co_filename for code in codes}]
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         trees = []
-    found = gathered_in(trees, _EXCHANGES)
+    found = gathered_in(trees, _EXCHANGES) - {"self"}
     return found or set().union(*(code.co_names + code.co_varnames for code in codes))
 
 

@@ -48,8 +48,8 @@ class Computation:
         loss_of: Called with a copy of ``parts`` and a batch; returns a scalar.
         instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
         logged: Returns what the last call of ``loss_of`` has logged, by name; NaN is not compared.
-        operations: By name, how the values of parts become that of a batch: ``"mean"``, ``"sum"``, ``"max"`` or
-            ``"min"``. The comparison replaces one that is wrong for the batch by a mean or a sum that is right.
+        operations: By name, ways in which the values of parts may become that of a batch, the likeliest first:
+            ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves the one that is right, if any is.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
         refused: Gets the names of torch's collectives that ``loss_of`` has called.
     """
@@ -58,7 +58,7 @@ class Computation:
     loss_of: Callable[[Sequence[Any], Any], torch.Tensor]
     instead: Mapping[int, Any] = field(default_factory=dict)
     logged: Callable[[], Mapping[str, float]] = dict
-    operations: dict[str, str] = field(default_factory=dict)
+    operations: dict[str, list[str]] = field(default_factory=dict)
     draws: WholeDraws | None = None
     refused: list[str] = field(default_factory=list)
 

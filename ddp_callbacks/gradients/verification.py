@@ -380,12 +380,12 @@ def _differing(
     telling, expected, joint = _telling_value(computation.parts[0]), gathered[0][3], dict[str, float]()
     for name, value in expected.items():
         parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
-        declared = computation.operations.get(name, "mean")
-        right = [way for way in (declared, "mean", "sum") if parts and _is_joined(parts, way, value, telling)]
+        ways = [*computation.operations.get(name, ()), "mean", "sum"]
+        right = [way for way in ways if parts and _is_joined(parts, way, value, telling)]
         if right:
-            computation.operations[name] = right[0]
-        elif parts and not math.isnan(_joined(parts, declared) - value):
-            joint[name] = _joined(parts, declared)
+            computation.operations[name] = right[:1]
+        elif parts and not math.isnan(_joined(parts, ways[0]) - value):
+            joint[name] = _joined(parts, ways[0])
     if not joint:
         return ""
     repeated = again()

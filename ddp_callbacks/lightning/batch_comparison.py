@@ -50,8 +50,8 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module, logged, operations = trainer.lightning_module, dict[str, float](), dict[str, str]()
-    silent = _silent(trainer)
+    module, logged = trainer.lightning_module, dict[str, float]()
+    silent, operations = _silent(trainer), _operations_in(trainer, "training_step")
 
     def load() -> FirstBatch:
         warns = comparisons.verify == "warn"
@@ -82,7 +82,7 @@ def compare_what_is_logged(
 
     This calls the step two or three times, on copies of the module that log nothing. Arguments as above.
     """
-    silent, logged, operations = _silent(trainer), dict[str, float](), dict[str, str]()
+    silent, logged, operations = _silent(trainer), dict[str, float](), _operations_in(trainer, step)
 
     def load() -> FirstBatch:
         return _load(trainer, loaders, batches, leaves_no_trace=True)
@@ -98,8 +98,14 @@ def compare_what_is_logged(
     _note_operations(trainer, step, operations)
 
 
-def _note_operations(trainer: Any, step: str, operations: Mapping[str, str]) -> None:
-    trainer.strategy.operations.update({f"{step}.{name}": operation for name, operation in operations.items()})
+def _operations_in(trainer: Any, step: str) -> dict[str, list[str]]:
+    """Return what earlier comparisons have told of a step: a later batch may not tell, such as one without a count."""
+    known = {key.partition(".")[::2]: operation for key, operation in trainer.strategy.operations.items()}
+    return {name: [operation] for (of, name), operation in known.items() if of == step}
+
+
+def _note_operations(trainer: Any, step: str, operations: Mapping[str, Sequence[str]]) -> None:
+    trainer.strategy.operations.update({f"{step}.{name}": likeliest for name, (likeliest, *_) in operations.items()})
 
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
@@ -238,14 +244,14 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[str, str], batch: Any) -> Any:
+def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[str, list[str]], batch: Any) -> Any:
     """Give the copy of a module its Trainer, and return a batch for its step.
 
     It logs to ``logged``, and torchmetrics do not communicate.
 
     Args:
         logged: Gets NaN for what is of other numbers than the samples, or of one rank: it is not compared.
-        operations: Gets how the values of the batches are reduced, by name.
+        operations: Gets how the values of the batches are reduced, by name, after what it has.
     """
     samples = common_size(batch)  # None if unknown
 
@@ -253,7 +259,7 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
         is_of_samples = not args and "rank_zero_only" not in options and options.get("batch_size") in (None, samples)
         reduction = options.get("reduce_fx", "mean")
         operation = getattr(reduction, "__name__", reduction)
-        operations.setdefault(name, operation if operation in _OPERATIONS else "mean")
+        operations[name] = [*operations.get(name, ()), operation if operation in _OPERATIONS else "mean"]
         if isinstance(value, int | float | torch.Tensor):
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             logged[name] = number if is_of_samples else math.nan

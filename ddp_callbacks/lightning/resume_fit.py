@@ -81,6 +81,7 @@ class Fit:
         self._mine: dict[str, Any] = {}  # this rank's state in the file, or rank 0's
         self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
         self._attributes: Checksums = {}  # of the module, before the fit's hooks
+        self._settings: dict[str, str] = {}  # of the optimizers and schedulers, when the fit began
         self._exit = Replacements()
         self._handled = sys.exc_info()[1]  # by the user's code, around this fit
 
@@ -180,7 +181,8 @@ class Fit:
         _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._savers.path)
 
     def _load_optimizers(self, load: Callable[[Any], None], checkpoint: Any) -> None:
-        follow_settings(self._mine.get("settings", {}), self._parts(), self._savers.path, get_rank())
+        self._settings = self._mine.get("settings", {})
+        follow_settings(self._settings, self._parts(), self._savers.path, get_rank())
         load(checkpoint)
 
     def _require_same(self, about: dict[str, str]) -> None:
@@ -203,6 +205,7 @@ class Fit:
 
     def _begin_new_run(self, begin: Callable[[], None]) -> None:
         begin()
+        self._settings = settings_of(self._parts())  # before a callback gives the fit another scheduler
         self._savers.save_at_begin(functools.partial(self._take, "epoch"))
 
     def _begin_run(self, begin: Callable[[], None]) -> None:
@@ -276,7 +279,7 @@ class Fit:
         own = own_state.take(trainer, self._attributes) | {
             "place": place,
             "validates": validates,
-            "settings": settings_of(self._parts()),
+            "settings": self._settings,
             "training_position": position,
             "loaders": {
                 "train": [self._state_of(loader, position) for loader in train],

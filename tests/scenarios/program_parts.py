@@ -249,19 +249,6 @@ def batch_sampler_with_epochs(p: Build) -> None:
     p.train = DataLoader(p.data(samples), batch_sampler=Buckets(samples))
 
 
-class ListedBuckets(Buckets):
-    """Lists its batches when a pass begins."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*super().__iter__()])
-
-
-@part(kind="train")
-def batch_sampler_that_lists(p: Build) -> None:
-    samples = p.rng.randint(22, 30)
-    p.train = DataLoader(p.data(samples), batch_sampler=ListedBuckets(samples), num_workers=p.rng.choice([0, 1]))
-
-
 class Stream(IterableDataset[Any]):
     """Each worker has every n-th sample."""
 

@@ -877,6 +877,22 @@ def test_a_sum_divided_by_what_all_parts_have_trains_and_is_logged_as_on_one_pro
     return fit(chosen, DividesByAll(), loader(29, 8, shuffle=True))
 
 
+class CountsNoneAtFirst(Net):
+    """Counts nothing in the first batch of a later epoch, which is compared, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        counts = self.current_epoch != 1 or batch_idx > 0
+        self.log("seen", float(len(batch[0]) * counts), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.as_on_one()
+def test_a_count_stays_one_after_a_comparison_of_a_batch_without_any(strategy: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "_RARELY", 0)
+        return fit(strategy, CountsNoneAtFirst(), loader(29, 8), max_epochs=2)
+
+
 @WORLD.on(TWO)
 def test_a_part_without_weight_whose_loss_is_not_zero_is_named() -> None:
     rows = TensorDataset(loader(16, 8).dataset[:][0], torch.tensor([0, 1, 2, 1] * 3 + [0] * 4))
