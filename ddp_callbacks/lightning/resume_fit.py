@@ -108,7 +108,6 @@ class Fit:
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
             self._exit.set(trainer, "num_sanity_val_steps", 0)  # a sanity check is a pass of the validation's loaders
             self._exit.replace(loop, "run", self._run)
-            self._exit.replace_once(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
 
     def end(self) -> None:
         """End the fit, whether or not it has failed. A collective, if it has ended normally or was preempted."""
@@ -116,7 +115,16 @@ class Fit:
         self._exit.__exit__(*(failure if failure[1] is not self._handled else (None, None, None)))
 
     def note_start(self) -> None:
-        """Note the module's attributes, before the hooks of the fit run."""
+        """Note the module's attributes and the optimizers' settings, before the hooks of the fit run.
+
+        Raises:
+            CheckpointError: The file has the states of other optimizers or schedulers.
+        """
+        parts = [*self._trainer.optimizers, *(config.scheduler for config in self._trainer.lr_scheduler_configs)]
+        self._settings = settings_of(parts)  # a callback may give the fit another scheduler
+        if saved := self._mine.get("settings"):
+            self._settings = saved
+            follow_settings(saved, parts, self._savers.path, get_rank())
         module = self._trainer.lightning_module
         found = own_state.attributes_with_metrics(module)
         if self._recovery is not None:
@@ -180,11 +188,6 @@ class Fit:
         self._require_same(self._about(()))
         _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._savers.path)
 
-    def _load_optimizers(self, load: Callable[[Any], None], checkpoint: Any) -> None:
-        self._settings = self._mine.get("settings", {})
-        follow_settings(self._settings, self._parts(), self._savers.path, get_rank())
-        load(checkpoint)
-
     def _require_same(self, about: dict[str, str]) -> None:
         """Raise unless ``about`` equals the file's, as far as the file has these names."""
         assert self._saved is not None
@@ -205,7 +208,6 @@ class Fit:
 
     def _begin_new_run(self, begin: Callable[[], None]) -> None:
         begin()
-        self._settings = settings_of(self._parts())  # before a callback gives the fit another scheduler
         self._savers.save_at_begin(functools.partial(self._take, "epoch"))
 
     def _begin_run(self, begin: Callable[[], None]) -> None:
@@ -307,11 +309,6 @@ class Fit:
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
         return _parts.loaders_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
-
-    def _parts(self) -> list[Any]:
-        """Return the optimizers and schedulers."""
-        trainer = self._trainer
-        return [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """Return what must be equal in the resumed run."""
