@@ -85,7 +85,7 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
         ours = {_GRADIENTS: {} if _GRADIENTS in differing else tensors[_GRADIENTS]}
         with closed_windows(averagers):
             ours[_OBJECTS] = {name: _state_of(name, value) for name, value in objects.items() if not _is_own(value)}
-            settings = settings_of(objects.values())
+            settings = settings_of(_by_name(objects))
             mine |= {_OBJECTS: own, _RANDOM: get_global_state(), _SETTINGS: settings}
             opened.write(ours, mine, _describe(objects))
 
@@ -127,9 +127,14 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     for name, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
             _require_same_groups(name, value, saved.shared[_OBJECTS][name], opened.path)
-    follow_settings(states.mine.get(_SETTINGS, {}), [*objects.values()], opened.path, states.rank)
+    follow_settings(states.mine.get(_SETTINGS, {}), _by_name(objects), opened.path, states.rank)
     _load_all(objects, saved.shared, states, group)
     return True
+
+
+def _by_name(objects: Objects) -> list[Any]:
+    """Return the objects in an order that does not depend on that of the dict."""
+    return [objects[name] for name in sorted(objects)]
 
 
 def _require_same_groups(name: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:

@@ -82,7 +82,7 @@ def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """Return what stays of the arguments; a scheduler of another's may change its attributes."""
+    """Return what stays of the arguments of torch's schedulers; others may change their attributes."""
     if not type(scheduler).__module__.startswith("torch."):
         return {}
     arguments = inspect.signature(type(scheduler)).parameters.keys() - _CHANGES

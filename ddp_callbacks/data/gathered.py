@@ -11,7 +11,7 @@ FILLS = {"append", "appendleft", "extend", "add", "update"}
 
 
 def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str]) -> set[str]:
-    """Return the names of variables that are passed to these functions, or to what calls them, on whatever way.
+    """Return the names of variables that are passed to these functions, or to what calls them, in any way.
 
     Names are not told apart by where they are defined, so that rather too many are found.
 

@@ -50,7 +50,7 @@ class LoopVariables:
     def sums(self, loop: Loop | None) -> dict[str, float]:
         """Return what has changed in the loop that has just ended, by name, and is not gathered. Local.
 
-        That are its running sums, and checksums of what lists, arrays and objects of the program's have got.
+        These are its running sums, and checksums of what lists, arrays and objects of the program have got.
         """
         frame = next(_own_frames(), None)
         if frame is None:

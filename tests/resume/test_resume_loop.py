@@ -162,7 +162,7 @@ def test_a_learning_rate_that_the_script_changes_is_not_ignored_silently(tmp_pat
         }
 
     save_checkpoint(tmp_path / "run.pt", made(0.1))
-    assert load_checkpoint(tmp_path / "run.pt", made(0.1))
+    assert load_checkpoint(tmp_path / "run.pt", dict(reversed(made(0.1).items())))
     with pytest.warns(UserWarning, match=r"passes: lr of Adam 0\.1, now 0\.3\. The run resumes with"):
         load_checkpoint(tmp_path / "run.pt", made(0.3))
 
