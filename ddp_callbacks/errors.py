@@ -32,7 +32,8 @@ EXIT_PREEMPTED = 75
 """The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 _HOSTS = ("lightning", "pytorch_lightning", "torchbearer", "torchmetrics")
-_OURS = frozenset(("ddp_callbacks", "torch", *_HOSTS, "contextlib", "functools", "importlib", "runpy"))
+_AROUND = ("contextlib", "functools", "importlib", "runpy", "tqdm", "rich")  # what a loop or a script may run in
+_OURS = frozenset(("ddp_callbacks", "torch", *_HOSTS, *_AROUND))
 _report = os.environ.get("DDP_CALLBACKS_REPORT")  # the pipe to ddprun; the recorder of times takes the variable away
 _MOST = 1000  # characters of a warning for ddprun; a pipe takes 4096 bytes whole or not at all
 _log = logging.getLogger("ddp_callbacks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +30,10 @@ def decode(message: bytes) -> Any:
     header, specs = json.loads(message[8:offset])
     tensors = []
     for name, shape, device in specs:
-        tensor = torch.empty(shape, dtype=getattr(torch, name), device="cpu")
-        tensors.append(tensor_of(message[offset : offset + tensor.nbytes], tensor).to(device))
-        offset += tensor.nbytes
+        dtype = getattr(torch, name)
+        end = offset + math.prod(shape) * dtype.itemsize
+        tensors.append(tensor_of(message[offset:end], dtype).view(shape).to(device))
+        offset = end
     return unpack(header, tensors)
 
 
@@ -41,12 +43,11 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(flat.data_ptr(), flat.numel())
 
 
-def tensor_of(content: bytes, tensor: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``tensor`` with these raw bytes, and return it."""
-    if content:
-        found = torch.frombuffer(bytearray(content), dtype=torch.uint8)  # a bytearray is aligned, and may be written
-        tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
-    return tensor
+def tensor_of(content: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat tensor with these raw bytes, on the CPU."""
+    if not content:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=dtype)  # a bytearray is aligned, and may be written
 
 
 def pack(value: Any) -> tuple[Json, list[torch.Tensor]]:
@@ -61,20 +62,20 @@ def pack(value: Any) -> tuple[Json, list[torch.Tensor]]:
 
 
 def _pack(value: Any, tensors: list[torch.Tensor]) -> Json:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if type(value) is list and _PLAIN.issuperset(map(type, value)):
-        return {"plain": [*value]}  # a copy, also for a single process
+        return [*value]  # a copy, also for a single process
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
-    if type(value).__module__ == "numpy" and not isinstance(value, float):
+    if type(value).__module__ == "numpy":
         tensors.append(torch.as_tensor(value.copy()))
         return {"array": len(tensors) - 1}
     if isinstance(value, dict):
         return {"dict": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return {"list" if isinstance(value, list) else "tuple": [_pack(item, tensors) for item in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"plain": value}
     raise TypeError(
         f"only tensors, arrays and plain data can be sent between processes, got a {type(value).__name__}: {value!r}"
     )
@@ -82,11 +83,11 @@ def _pack(value: Any, tensors: list[torch.Tensor]) -> Json:
 
 def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     """Inverse of :func:`pack`."""
+    if not isinstance(value, dict):
+        return value
     ((kind, item),) = value.items()
     if kind in ("tensor", "array"):
         return tensors[item] if kind == "tensor" else tensors[item].numpy()[()]  # numbers stay numbers
     if kind == "dict":
         return {unpack(key, tensors): unpack(entry, tensors) for key, entry in item}
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(unpack(entry, tensors) for entry in item)
-    return item
+    return (list if kind == "list" else tuple)(unpack(entry, tensors) for entry in item)

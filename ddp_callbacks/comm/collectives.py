@@ -180,7 +180,7 @@ def gather_bytes(tensor: torch.Tensor, purpose: str, group: dist.ProcessGroup | 
     for start in range(0, max(sizes), step):
         parts = all_gather_bytes(bytes_of(tensor[start : start + step]), purpose, group)
         for whole, part in zip(gathered, parts, strict=False):
-            tensor_of(part, whole[start : start + step])
+            whole[start : start + step] = tensor_of(part, torch.uint8)
     return gathered
 
 

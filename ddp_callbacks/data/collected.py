@@ -42,6 +42,9 @@ class Collected:
     That is a list to which each step appends, an array that grows, is written in place or carries something from batch
     to batch, or a number that changes: an attribute, or a variable that their functions name. A callback that measures
     times, or memory, may have other numbers with a fraction on each rank.
+
+    Attributes:
+        counts: After the last batch, numbers that count the samples of this rank's parts.
     """
 
     def __init__(self) -> None:
@@ -55,7 +58,8 @@ class Collected:
         self._samples = self._batches = 0  # of this rank's parts
         self._sizes: set[int] = set()  # of these
         self._carried: set[str] = set()  # names of attributes and variables
-        self._counts: dict[str, float] = {}
+        self._begun: dict[str, float] = {}  # numbers before the first batch
+        self.counts: list[float] = []
 
     def begin(self, owners: Iterable[Any]) -> None:
         """Note, before the first batch, what these objects hold."""
@@ -69,7 +73,7 @@ class Collected:
                 with suppress(Exception):
                     self._before[name] = _mark(held)
         self._samples = self._batches = 0
-        self._counts = dict(self._numbers())
+        self._begun, self.counts = dict(self._numbers()), []
 
     def note(self, samples: int) -> None:
         """Note that a batch begins, of which this rank has so many samples."""
@@ -103,9 +107,9 @@ class Collected:
                         self._new[name] = checksum_of(new)
         if self._samples != self._batches:  # otherwise batches may be counted
             for name, number in self._numbers():
-                grown = number - self._counts.get(name, 0.0)
-                if _whole(name) not in self._warned and self._is_count(name, grown):
-                    self._new[name] = _OF_PART
+                if self._is_count(name, number - self._begun.get(name, 0.0)):
+                    self.counts.append(number)
+                    self._new |= {} if _whole(name) in self._warned else {name: _OF_PART}
         self._exchanges = exchanges_by_now()
 
     def _is_carried(self, name: str, held: Any) -> bool:

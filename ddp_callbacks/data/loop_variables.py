@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import math
 import re
 import sys
 from collections import deque
@@ -19,13 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, Collected, may_collect
-from ddp_callbacks.data.gathered import FILLS, gathered_in
+from ddp_callbacks.data.gathered import gathered_in
 from ddp_callbacks.data.nested import is_array
 from ddp_callbacks.data.own_code import measures, names_in, names_measure, running_in
 from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 from ddp_callbacks.errors import frames, warn
 
-_VARIABLE = re.compile(r"\w+\.(self\.)?\w+")  # the name of a loop, and of its variable
+_LOOP = "loop"
+_VARIABLE = re.compile(r"\w+\.((?:self\.)?\w+)")  # the name of a loop's variable, after that of the loop
 _EXCHANGES = EXCHANGES | {"gather", "reduce"}
 _PADDED = (
     "{ranks} had no sample of a batch in the loop of {place}, and computed one of another rank's once more: what the "
@@ -38,32 +40,25 @@ class LoopVariables:
     """The sums that loops over batches keep in variables."""
 
     def __init__(self) -> None:
-        self._gathered: set[str] | None = None  # variables that the program gathers somewhere, once it is known
+        self._gathered: Gathered | None = None  # once it is known
         self._told: set[str] = set()
 
-    def begin(self) -> Loop | None:
-        """Note what the loop that begins can collect in. Local."""
-        with suppress(Exception):  # an object of the user's may not answer what it is asked
-            return Loop(next(_own_frames()))
-        return None
-
-    def sums(self, loop: Loop | None) -> dict[str, float]:
+    def sums(self, loop: Loop) -> tuple[dict[str, float], bool]:
         """Return what has changed in the loop that has just ended, by name, and is not gathered. Local.
 
-        These are its running sums, and checksums of what lists, arrays and objects of the program have got.
+        These are its running sums, and checksums of what lists, arrays and objects of the program have got. A NaN is
+        a count of the samples of this rank's parts.
+
+        Returns:
+            Also whether this rank had no sample of a batch, and the loop has changed something that is gathered.
         """
-        frame = next(_own_frames(), None)
-        if frame is None:
-            return {}
+        if (frame := next(_own_frames(), None)) is None:
+            return {}, False
         if self._gathered is None:
-            self._gathered = _gathered()
-        place, gathered = _place(frame), self._gathered
-        names = running_in(frame.f_code) - gathered
-        found = {f"{place}.{name}": of for name, of in _numbers(frame, names).items()}
-        new: dict[str, int] = {}
-        with suppress(Exception):
-            new = {} if loop is None else loop.end(frame)
-        return found | {name: of for name, of in new.items() if gathered.isdisjoint(re.findall(r"\w+", name)[1:])}
+            self._gathered = Gathered()
+        changed, code = loop.end(frame), frame.f_code
+        own = {name: of for name, of in changed.items() if not self._gathered.has(name, code)}
+        return {f"{_place(frame)}.{name}": of for name, of in own.items()}, loop.has_padded and len(own) < len(changed)
 
     def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`sums`."""
@@ -75,38 +70,58 @@ class LoopVariables:
             warn(COLLECTS.format(names=", ".join(new)))
 
     def warn_of_padding(self, ranks: Sequence[int]) -> None:
-        """Warn, once, if the loop that has just ended collects, and these ranks had no sample of a batch. Local."""
+        """Warn, once for a place, of the loop that has just ended: these ranks had no sample of a batch. Local."""
         frame = next(_own_frames(), None)
-        if not ranks or not self._gathered or frame is None or (place := _place(frame)) in self._told:
+        if not ranks or frame is None or (place := _place(frame)) in self._told:
             return
         self._told.add(place)
-        collects = running_in(frame.f_code) or FILLS.intersection(frame.f_code.co_names)
-        if collects and not _asks_for_shares():
+        if not _asks_for_shares():
             warn(_PADDED.format(ranks=", ".join(f"rank {rank}" for rank in ranks), place=place))
 
 
 class Loop:
-    """What a loop can collect in: the lists, arrays and objects of the program's that its variables hold."""
+    """What a loop can collect in: numbers, and the lists, arrays and objects of the program's, of its variables."""
 
-    def __init__(self, frame: FrameType) -> None:
+    def __init__(self) -> None:
+        self.has_padded = False  # this rank has had no sample of a batch
+        self._samples = self._batches = 0
+        self._before: dict[str, float] = {}
+        self._collected, self._ids = Collected(), dict[str, int]()
+        frame = next(_own_frames(), None)
+        if frame is None:
+            return
+        self._before = _numbers(frame, running_in(frame.f_code))
         # An object of the program's, whose attributes are the variables.
-        self._variables = type(_place(frame), (), {"__module__": frame.f_globals.get("__name__", "")})()
-        self._collected = Collected()
-        with self._of(_holders(frame)) as held:
+        self._variables = type(_LOOP, (), {"__module__": frame.f_globals.get("__name__", "")})()
+        with suppress(Exception), self._of(_holders(frame)) as held:  # an object may not answer what it is asked
             self._ids = {name: id(each) for name, each in held.items()}
             self._collected.begin([self._variables])
 
-    def end(self, frame: FrameType) -> dict[str, int]:
-        """Return checksums of what has changed, by the name of the variable."""
-        running, held = running_in(frame.f_code), _holders(frame)
-        known = {name: each for name, each in held.items() if name in self._ids}
+    def note(self, samples: int) -> None:
+        """Note that a batch begins, of which this rank has so many samples."""
+        self.has_padded = self.has_padded or not samples
+        self._samples, self._batches = self._samples + samples, self._batches + 1
+
+    def end(self, frame: FrameType) -> dict[str, float]:
+        """Return what has changed, by the name of the variable: numbers, NaN for a count, and checksums."""
+        running = running_in(frame.f_code)
+        found = {name: of for name, of in _numbers(frame, running).items() if of != self._before.get(name)}
+        for name, number in found.items():
+            if self._samples != self._batches and number - self._before.get(name, 0.0) == self._samples:
+                found[name] = math.nan
+        with suppress(Exception):
+            found |= self._filled(_holders(frame), running)
+        return found
+
+    def _filled(self, holders: Mapping[str, Any], running: set[str]) -> dict[str, float]:
+        known = {name: each for name, each in holders.items() if name in self._ids}
         with self._of({name: each for name, each in known.items() if name in running or id(each) == self._ids[name]}):
             self._collected.end()
         changed: dict[str, dict[str, int]] = {}
         for name, checksum in self._collected.checksums().items():
             variable = _VARIABLE.match(name)
             if variable and not names_measure(name.partition(".")[2]):
-                changed.setdefault(variable[0], {})[name] = checksum
+                changed.setdefault(variable[1], {})[name] = checksum
         return {name: checksum_of(entries) for name, entries in changed.items()}
 
     @contextmanager
@@ -125,7 +140,7 @@ def _holders(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     named = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     known = {**frame.f_globals, **_locals(frame)}
-    found = {name: known[name] for name in named & known.keys() if name != "self"}
+    found = {name: known[name] for name in sorted(named & known.keys()) if name != "self"}
     found["self"] = known.get("self")
     found |= {f"self.{name}": each for name, each in getattr(found["self"], "__dict__", {}).items()}
     return {name: each for name, each in found.items() if _holds(each)}
@@ -164,18 +179,25 @@ def _own_frames() -> Iterator[FrameType]:
     return (frame for frame in frames() if not is_of_library(str(frame.f_globals.get("__name__"))))
 
 
-def _gathered() -> set[str]:
-    """Return the variables that the program gathers; all that it has, if its files cannot be read."""
-    codes = _codes_of_program()
-    gathering = [code for code in codes if not _EXCHANGES.isdisjoint(names_in(code))]
-    if not gathering:
-        return set()
-    try:
-        trees = [ast.parse("".join(linecache.getlines(file))) for file in {code.co_filename for code in codes}]
-    except (SyntaxError, ValueError):
-        trees = []
-    found = gathered_in(trees, _EXCHANGES) - {"self"}
-    return found or set().union(*(code.co_names + code.co_varnames for code in codes))
+class Gathered:
+    """The variables that the program gathers."""
+
+    def __init__(self) -> None:
+        codes = _codes_of_program()
+        self._may_gather = any(not _EXCHANGES.isdisjoint(names_in(code)) for code in codes)
+        self._names: set[str] = set()  # if it may; empty if its files cannot be read
+        with suppress(SyntaxError, ValueError):
+            files = {code.co_filename for code in codes} if self._may_gather else set()
+            self._names = gathered_in([ast.parse("".join(linecache.getlines(file))) for file in files], _EXCHANGES)
+
+    def has(self, name: str, code: CodeType) -> bool:
+        """Whether a variable of this code, or an attribute of ``self``, reaches an exchange."""
+        if not self._names or name.startswith("self."):
+            return self._may_gather and (not self._names or name.partition(".")[2] in self._names)
+        if name in code.co_freevars:
+            return any(each.endswith(f".{name}") for each in self._names)
+        is_own = code.co_name.isidentifier() and name in {*code.co_varnames, *code.co_cellvars}
+        return (f"{code.co_name}.{name}" if is_own else name) in self._names
 
 
 def _asks_for_shares() -> bool:

@@ -6,11 +6,12 @@ import dis
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ddp_callbacks.data.sample_seeds import is_own
+from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 
 _CLOCKS = {
     *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
@@ -26,16 +27,46 @@ _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_si
 
 
 def functions_of(owner: Any) -> list[FunctionType]:
-    """Return the functions of the user's own code that an object has, as methods or attributes."""
+    """Return the functions of the user's own code that an object has, as methods or attributes, also decorated."""
     inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
-    found = itertools.chain(getattr(owner, "__dict__", {}).values(), *inherited)
-    return [each for each in found if isinstance(each, FunctionType) and is_own(each)]
+    return _own(_closure([*getattr(owner, "__dict__", {}).values(), *itertools.chain(*inherited)], _enclosed))
 
 
 def may_read(owner: Any, hook: str, *words: str) -> bool:
     """Whether a hook of the user's, or what it may call, has one of these names or texts in its code."""
-    called = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
+    hooks = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
+    called = _own(_closure(hooks, lambda function: itertools.chain(_enclosed(function), _named(function))))
     return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in called)
+
+
+def _closure(found: Iterable[Any], next_ones: Callable[[FunctionType], Iterable[Any]]) -> list[FunctionType]:
+    """Return the functions among these, and all that can be reached from them."""
+    pending, known = [*found], dict[FunctionType, None]()
+    while pending:
+        function = getattr(each := pending.pop(0), "__func__", each)
+        if isinstance(function, FunctionType) and function not in known:
+            known[function] = None
+            pending += next_ones(function)
+    return [*known]
+
+
+def _own(functions: Iterable[FunctionType]) -> list[FunctionType]:
+    return [each for each in functions if is_own(each)]
+
+
+def _enclosed(function: FunctionType) -> Iterator[Any]:
+    """Yield the variables of a function that it has from where it is defined, such as what a decorator calls."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """Yield what a user's function names: global variables, and what its modules of the user's own have."""
+    names, known = names_in(function.__code__), function.__globals__
+    found = [known[name] for name in names & known.keys()] if is_own(function) else []
+    modules = [each for each in found if isinstance(each, ModuleType) and not is_of_library(each.__name__)]
+    return itertools.chain(found, (vars(each).get(name) for each in modules for name in names))
 
 
 def measures(owner: Any) -> bool:

@@ -49,7 +49,7 @@ class Computation:
         instead: By the ``id`` of an object that ``parts`` may refer to, what a copy has in its place.
         logged: Returns what the last call of ``loss_of`` has logged, by name; NaN is not compared.
         operations: By name, ways in which the values of parts may become that of a batch, the likeliest first:
-            ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves the one that is right, if any is.
+            ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves those that are right, if any is.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
         refused: Gets the names of torch's collectives that ``loss_of`` has called.
     """

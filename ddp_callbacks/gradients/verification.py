@@ -48,6 +48,7 @@ _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _ROUNDING = 1e-6  # of a logged value near 0
+_UNCLEAR = 16  # roundings by which two ways to join values may differ unseen
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
 _COMMUNICATES = (
     "the loss calls torch.distributed.{name}, so it is not compared with one process, and the parts of a batch are not "
@@ -219,7 +220,7 @@ def check_first_batch(
     return agrees
 
 
-def check_logged(computation: Computation, load: Callable[[], FirstBatch], step: str) -> None:
+def check_logged(computation: Computation, load: Callable[[], FirstBatch], step: str) -> bool:
     """Warn if the means over the ranks of what a step logs are not those of the whole batch. A collective.
 
     It ends without a warning where :func:`check_first_batch` does. No gradients are computed, unless by the step.
@@ -228,8 +229,11 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
         computation: What its ``loss_of`` returns is not used.
         load: See :func:`check_first_batch`.
         step: The name of the step, for the message.
+
+    Returns:
+        Whether each value is joined in one way, or nothing could be compared: equal on all ranks.
     """
-    group = None  # the default group
+    group, is_told = None, True  # the default group
     attempt = functools.partial(attempt_on_all, group, False)
 
     def compute(batch: Any, rows: Rows | None) -> dict[str, float]:
@@ -260,6 +264,9 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
                     f"{text}{draws.remedy()}"
                 )
+            ways = [*computation.operations.values()]
+            is_told = bool(broadcast_object(all(len(each) == 1 for each in ways), PURPOSE, group))
+    return is_told
 
 
 @contextmanager
@@ -380,12 +387,12 @@ def _differing(
     telling, expected, joint = _telling_value(computation.parts[0]), gathered[0][3], dict[str, float]()
     for name, value in expected.items():
         parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
-        ways = [*computation.operations.get(name, ()), "mean", "sum"]
-        right = [way for way in ways if parts and _is_joined(parts, way, value, telling)]
+        ways = dict.fromkeys([*computation.operations.get(name, ()), "mean", "sum"])
+        right = _right_ways(parts, ways, value, telling) if parts else []
         if right:
-            computation.operations[name] = right[:1]
-        elif parts and not math.isnan(_joined(parts, ways[0]) - value):
-            joint[name] = _joined(parts, ways[0])
+            computation.operations[name] = right
+        elif parts and not math.isnan(_joined(parts, next(iter(ways))) - value):
+            joint[name] = _joined(parts, next(iter(ways)))
     if not joint:
         return ""
     repeated = again()
@@ -407,10 +414,13 @@ def _joined(parts: Iterable[tuple[float, float]], operation: str) -> float:
     return sum(values) if operation == "sum" else max(values) if operation == "max" else min(values)
 
 
-def _is_joined(parts: Sequence[tuple[float, float]], operation: str, value: float, telling: float) -> bool:
-    """Whether rounding can explain how a value of the whole batch differs from the joined ones of its parts."""
-    size = _joined([(fraction, abs(own)) for fraction, own in parts], operation)
-    return abs(_joined(parts, operation) - value) <= telling * size + _ROUNDING
+def _right_ways(parts: Sequence[tuple[float, float]], ways: Iterable[str], value: float, telling: float) -> list[str]:
+    """Return by which operations the parts' values become that of the whole batch, as far as rounding lets one tell."""
+    sizes = {way: _joined([(fraction, abs(own)) for fraction, own in parts], way) for way in ways}
+    errors = {way: abs(_joined(parts, way) - value) for way in ways}
+    right = [way for way in ways if errors[way] <= telling * sizes[way] + _ROUNDING]
+    least = min((errors[way] for way in right), default=0.0)
+    return [way for way in right if errors[way] <= least + _UNCLEAR * telling**2 * sizes[way]]
 
 
 def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -456,9 +466,10 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     return (
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-        "targets that are known, class weights): give weight=, or correct it. A sum must not have terms of the "
-        "parameters alone, unless divided by the number of processes, each of which adds them. What compares samples "
-        "with each other, as a contrastive loss does, needs the whole batch on each process."
+        'targets that are known, class weights): give weight= (in a Trainer "cross_entropy" for torch\'s class '
+        "weights and ignore_index), or correct it. A sum must not have terms of the parameters alone, unless divided "
+        "by the number of processes, each of which adds them. What compares samples with each other, as a contrastive "
+        "loss or a normalization of your own does, needs the whole batch on each process."
     )
 
 

@@ -150,8 +150,8 @@ class End:
             which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
         ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
-        why = textwrap.shorten((self.told or "").partition("\n")[0], _SHORT, placeholder=" ...").rstrip(".")
-        return f"{self} has failed, but still runs: {why}. {ends}"
+        why = textwrap.shorten((self.told or "").partition("\n")[0].rstrip("."), _SHORT, placeholder=" ...")
+        return f"{self} has failed, but still runs: {why}{'' if why.endswith('.') else '.'} {ends}"
 
     def fail(self) -> None:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""

@@ -77,10 +77,13 @@ def verify_first_batch(
 
 def compare_what_is_logged(
     trainer: Any, loaders: Sequence[Any], batches: Batches, draws: WholeDraws, step: str, arguments: Sequence[Any]
-) -> None:
+) -> bool:
     """Compare what ``step`` logs for the current batch, the first one, with one process; warn. A collective.
 
     This calls the step two or three times, on copies of the module that log nothing. Arguments as above.
+
+    Returns:
+        Whether another batch would tell nothing more.
     """
     silent, logged, operations = _silent(trainer), dict[str, float](), _operations_in(trainer, step)
 
@@ -94,8 +97,9 @@ def compare_what_is_logged(
     with precision.train_step_context() if trainer.training else precision.val_step_context():
         instead = _instead(trainer, silent)
         computation = Computation([trainer.lightning_module], compute, instead, logged.copy, operations, draws)
-        check_logged(computation, load, step)
+        is_told = check_logged(computation, load, step)
     _note_operations(trainer, step, operations)
+    return is_told
 
 
 def _operations_in(trainer: Any, step: str) -> dict[str, list[str]]:
@@ -105,7 +109,8 @@ def _operations_in(trainer: Any, step: str) -> dict[str, list[str]]:
 
 
 def _note_operations(trainer: Any, step: str, operations: Mapping[str, Sequence[str]]) -> None:
-    trainer.strategy.operations.update({f"{step}.{name}": likeliest for name, (likeliest, *_) in operations.items()})
+    told = {f"{step}.{name}": ways[0] for name, ways in operations.items() if len(ways) == 1}
+    trainer.strategy.operations.update(told)
 
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
@@ -259,7 +264,8 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
         is_of_samples = not args and "rank_zero_only" not in options and options.get("batch_size") in (None, samples)
         reduction = options.get("reduce_fx", "mean")
         operation = getattr(reduction, "__name__", reduction)
-        operations[name] = [*operations.get(name, ()), operation if operation in _OPERATIONS else "mean"]
+        ways = [*operations.get(name, ()), operation if operation in _OPERATIONS else "mean"]
+        operations[name] = [*dict.fromkeys(ways)]
         if isinstance(value, int | float | torch.Tensor):
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             logged[name] = number if is_of_samples else math.nan

@@ -49,6 +49,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         logs_step: Whether a value of this step was logged for a logger.
         is_shown: Whether the Trainer's metrics have the values of the last step.
         logs_at_end: Whether this rank has logged anything since the last batch.
+        counts: Numbers of the program's that count the samples of this rank's parts, after the last batch.
         odd_sizes: What Lightning takes for numbers of samples, if those of parts don't add up; else empty.
     """
 
@@ -58,7 +59,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
-        self.logs_at_end, self.odd_sizes = False, ""
+        self.logs_at_end, self.odd_sizes, self.counts = False, "", list[float]()
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -105,6 +106,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric.has_reset = False
         if self.odd_sizes and metric.meta.on_epoch and metric.meta.is_mean_reduction and not self._is_given:
             self._warn_of_sizes(metric.meta.name)
+        if self.logs_at_end and metric.meta.is_mean_reduction and not self._is_synced and float(value) in self.counts:
+            self._warn_of_count(metric.meta.name)
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
         self._note_dtype(key, str(value.dtype).removeprefix("torch."))
@@ -281,8 +284,18 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             warn(
                 f"{name!r} is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
                 f"{highest:.6g}). It becomes their mean, weighted by samples, which may not be the value of one "
-                "process. Log it in the step or use a torchmetrics metric; if the mean is what you want, pass "
-                "sync_dist=True.",
+                'process. Log it in the step or use a torchmetrics metric, or pass reduce_fx="sum" if it is a count, '
+                "or sync_dist=True if the mean is what you want.",
+                RuntimeWarning,
+            )
+
+    def _warn_of_count(self, name: str) -> None:
+        """Warn on rank 0, once per name, of a number that may be equal on all ranks, and is of each one's parts."""
+        if get_rank() == 0 and name not in self._warned:
+            self._warned.add(name)
+            warn(
+                f"{name!r} is logged at the end of an epoch, and is the number of samples that this process has had: "
+                'it becomes the mean of such numbers. Pass reduce_fx="sum" to self.log.',
                 RuntimeWarning,
             )
 
@@ -345,7 +358,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         if key not in self:
             return "mean"
         meta = self[key].meta
-        return self._trainer.strategy.operations.get(f"{meta.fx}.{meta.name}") or _logged.operation_of(self[key])
+        step = meta.fx.partition(".")[0]  # without the number of the loader
+        return self._trainer.strategy.operations.get(f"{step}.{meta.name}") or _logged.operation_of(self[key])
 
 
 def _whole(size: float) -> float:

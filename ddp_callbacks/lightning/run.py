@@ -65,7 +65,7 @@ class Run:
         self._trainer, self._held, self._model = trainer, held, held.model
         self._local, self._synchronizer = local, synchronizer
         self._comparisons = Comparisons(verify)
-        self._compares = set(trainer.strategy.compares)
+        self._compared: set[str] = set()  # steps, with the number of the loader, that no batch needs to be compared for
         self._losses = LossWatch()
         self.batches = batches
         self._checks: ReplicaChecks | None = None
@@ -82,6 +82,7 @@ class Run:
         self._syncs_batch_norm = False
         self.decisions = Decisions(trainer, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
+        self._loader = 0  # the number of that of the current batch, if an evaluation has several
         self._of_training, self._of_evaluation = Collected(), Collected()
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
@@ -112,8 +113,9 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two batches. Local."""
-        stops = "stop" in self.decisions.wishes
-        return {"trained": self._trained, "wants_to_stop": stops, "draws": self._draws.state_dict()}
+        stops, compared = "stop" in self.decisions.wishes, sorted(self._compared)
+        draws = self._draws.state_dict()
+        return {"trained": self._trained, "wants_to_stop": stops, "compared": compared, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -122,6 +124,7 @@ class Run:
             is_own: Whether ``state`` is this rank's. If not, the buffers were merged already.
         """
         self._trained = state["trained"] if is_own else 0
+        self._compared = {*state.get("compared", ())}
         self._draws.load_state_dict(state.get("draws", {}))
         if is_own and state["wants_to_stop"]:
             self.decisions.wishes.add("stop")
@@ -140,9 +143,8 @@ class Run:
         """
         if not _parts.is_asked_by_loop(self._trainer):
             return False
-        training = self._trainer.training
-        loaders = _parts.loaders_of_batch(_parts.active_loop(self._trainer), dataloader_idx)
-        self.batches.take(batch, loaders, training, not self._trainer.predicting)
+        training, self._loader = self._trainer.training, dataloader_idx
+        self.batches.take(batch, self._loaders_of_batch, training, not self._trainer.predicting)
         self._collected.note(self.batches.share.local)
         if training:
             self._trained += self.batches.share.local
@@ -182,7 +184,9 @@ class Run:
         # In these steps the ranks may meet, so that this one has to compute them.
         meets = self._trainer.training or self._syncs_batch_norm or self.metrics.meet_in_forward
         self._draws.has_skipped |= not meets
-        if not (meets or _logged.results_of(self._trainer).is_first or self.metrics.count_batches):
+        step = "test_step" if self._trainer.testing else "validation_step"
+        is_first = _logged.results_of(self._trainer).is_first or self._is_to_compare(step)
+        if not (meets or is_first or self.metrics.count_batches):
             self._undo.callback(skip_batch(self._trainer))
             return batch
         forget, forget_lists = remember_padding(self._model, self.metrics), remember_lists(self._model)
@@ -247,15 +251,24 @@ class Run:
         self._trainer.strategy.operations.update({f"training_step.{name}": "sum" for name in common})
 
     def compare(self, step: str, arguments: Sequence[Any]) -> None:
-        """Compare what the first call of a step logs with one process, if the strategy does. A collective then.
+        """Compare what a step logs for the first batch of a loader with one process, if it is due. A collective then.
 
         Args:
             arguments: Those of the step after the batch.
         """
-        is_first = self._trainer.sanity_checking or self._trainer.training  # equal on all ranks, also on new ones
-        if step in self._compares and is_first and _logged.results_of(self._trainer).joins_steps:
-            self._compares.discard(step)
-            compare_what_is_logged(self._trainer, self._loaders(), self.batches, self._draws, step, arguments)
+        if self._is_to_compare(step):
+            trainer, loaders = self._trainer, self._loaders_of_batch
+            if compare_what_is_logged(trainer, loaders, self.batches, self._draws, step, arguments):
+                self._compared.add(f"{step} {self._loader}")
+
+    def _is_to_compare(self, step: str) -> bool:
+        """Whether to compare what ``step`` logs for this batch; equal on all ranks, also on new ones."""
+        if step not in self._trainer.strategy.compares or f"{step} {self._loader}" in self._compared:
+            return False
+        iterators = [getattr(loader, "iterator", None) for loader in self._loaders_of_batch]
+        return bool(_logged.results_of(self._trainer).joins_steps) and all(
+            iterator is not None and iterator.current.first for iterator in iterators
+        )
 
     def _exchange_skips(self, skips: bool) -> list[bool]:
         """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.
@@ -405,6 +418,7 @@ class Run:
             _logged.refresh_metrics(self._trainer, results)
             self.merge_buffers()
         self._collected.end()
+        results.counts = self._collected.counts
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
@@ -433,6 +447,10 @@ class Run:
 
     def _loaders(self) -> list[Any]:
         return _parts.loaders_of(_parts.active_loop(self._trainer))
+
+    @property
+    def _loaders_of_batch(self) -> list[Any]:
+        return _parts.loaders_of_batch(_parts.active_loop(self._trainer), self._loader)
 
     def is_padding(self) -> bool:
         """Whether this rank has no sample of the batch that is being computed."""

@@ -69,17 +69,18 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return output
 
     def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._run is None else self._run.computing():
+        if self._run is None:
+            return getattr(super(), name)(*args, **kwargs)
+        self._run.compare(name, args[1:])
+        with self._run.computing():
             return getattr(super(), name)(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; draws as :meth:`test_step`. What the first one of a sanity check logs is compared."""
-        if self._run is not None:
-            self._run.compare("validation_step", args[1:])
+        """Like :meth:`test_step`."""
         return self._evaluation_step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's; the ranks draw the random numbers of one process."""
+        """Like Lightning's; the ranks draw the random numbers of one process. What the first one logs is compared."""
         return self._evaluation_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -123,7 +123,8 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         )
         self._sync, self._skip_batch, self.on_divergence = sync, skip_batch, on_divergence
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
-        steps = {"validation_step"} if self._verify is not None else {"validation_step", "training_step"}
+        evaluations = {"validation_step", "test_step"}
+        steps = evaluations if self._verify is not None else evaluations | {"training_step"}
         self.compares = frozenset() if verify is None else frozenset(steps)
         self.operations = {}
         self.recovery = Recovery() if is_wanted() else None
@@ -167,11 +168,13 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             self._met.replace_once(_parts.connector(self._trainer, "data"), _parts.PREPARE_DATA, _prepare_data)
         self.begin_resuming(self._trainer)
         if self.recovery is not None:
-            self.agree_on_places()
+            self.agree_on_logs()
 
-    def agree_on_places(self) -> None:
-        """Log to where the call has logged so far: rank 0 may be a new process. A collective."""
-        known = next(filter(None, all_gather_object(list(self.places), _PLACES)), None)
+    def agree_on_logs(self) -> None:
+        """Log to where the call has logged so far, and join it as before: rank 0 may be a new process. A collective."""
+        of_ranks = all_gather_object([list(self.places), self.operations], _PLACES)
+        known, operations = (next(filter(None, each), None) for each in zip(*of_ranks, strict=True))
+        self.operations = operations or {}
         if known is None:
             self.note_places()
         elif not self.places:

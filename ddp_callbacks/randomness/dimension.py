@@ -23,6 +23,7 @@ KNOWN = {
 """Which dimension holds the batch in what torch's functions draw."""
 
 _Draw = tuple[tuple[int, ...], int]  # a shape, and the number of samples
+_IMAGES = 4  # dimensions of a batch of images
 
 _JOINS, _REPEATS = ("cat", "concat", "concatenate", "vstack"), ("repeat", "tile")
 ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatten"}
@@ -255,8 +256,9 @@ def _guess(seen: _Seen, shape: Sequence[int], samples: int) -> int | None:
     is_multiple = shape[fitting[0]] != samples
     guess = None if is_multiple and seen.is_sized else fitting[0]
     is_one_number = list(shape) == [1] and seen.is_sized  # more likely one for all samples
-    is_open = is_multiple or seen.is_in_hook or is_one_number
-    if not seen.is_right and (is_open or (len(fitting) > 1 and samples > 1)):  # others of 1 broadcast
+    # Other sizes of 1 broadcast. What has four dimensions is of images, or heads: the batch comes first.
+    is_open = is_multiple or seen.is_in_hook or is_one_number or (len(fitting) > 1 < samples and len(shape) < _IMAGES)
+    if is_open and not seen.is_right:
         taken = "no dimension" if guess is None else f"dimension {guess}"
         of = f"of {_text(shape)} for {samples} sample{'s' * (samples > 1)}"
         seen.doubt = f"{of}, {taken} was taken to hold the batch; if wrong, {_FIRST}"

@@ -112,7 +112,8 @@ class DrawingOperators(TorchDispatchMode):
         self._module, self._rank = module, rank
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
-        self._layer: Any = None
+        self._layer: Any = None  # that draws
+        self._owner: Any = None  # of the method that does
         self._known: int | None = None  # the dimension of the batch in what the function draws that was called
         self._counts: dict[Hashable, int] = {}
         self._batch = 0  # the number of the batch in this pass
@@ -158,7 +159,7 @@ class DrawingOperators(TorchDispatchMode):
         if args and self._is_of_model(function, args[0]):
             self.draws += 1
             return function(*args, **kwargs)  # not a draw for the batch
-        self._layer, stack, is_recomputed = _caller(self._around)
+        self._layer, self._owner, stack, is_recomputed = _caller(self._around)
         if is_recomputed:
             self.recomputes = self.waits = True
         self._known = KNOWN.get(getattr(function, "__name__", ""))
@@ -254,11 +255,12 @@ class DrawingOperators(TorchDispatchMode):
         return found
 
     def _name(self) -> str:
-        """Return the name of the layer that draws; if that is the whole module, the line as well."""
+        """Return the name of the layer that draws; if that is the whole module, or a callback, the line as well."""
         names = (name for name, layer in self._module.named_modules() if layer is self._layer)
-        kind = type(self._module if self._layer is None else self._layer)
-        is_of_torch = kind.__module__.partition(".")[0] == "torch"
-        return next(names, "") or kind.__name__ + ("" if is_of_torch else f" ({_line()})")
+        owner = self._owner if self._layer is None else self._layer
+        kind = type(self._module if owner is None else owner)
+        is_of_library = kind.__module__.partition(".")[0] in ("torch", *_HOSTS)
+        return next(names, "") or kind.__name__ + ("" if is_of_library else f" ({_line()})")
 
 
 def _line() -> str:
@@ -272,15 +274,15 @@ def _is_of_package(module: str) -> bool:
     return module.partition(".")[0] in (*_HOSTS, "torch", "contextlib")
 
 
-def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
-    """Return the layer that calls, a hash of the calls that led there, and whether backward will repeat them.
+def _caller(around: Container[FrameType]) -> tuple[Any, Any, int, bool]:
+    """Return the layer that calls, the object whose method does, a hash of the calls, and if backward repeats them.
 
     Calls of the framework, and those outside of them, do not count: a comparison calls the model by another way.
 
     Args:
         around: Frames at which the calls began.
     """
-    layer, stack, is_recomputed = None, [], False
+    layer, owner, stack, is_recomputed = None, None, [], False
     is_called_by_host = False
     for frame in itertools.islice(frames(), 4, None):  # after those of this module
         code = frame.f_code
@@ -294,7 +296,8 @@ def _caller(around: Container[FrameType]) -> tuple[Any, int, bool]:
         if layer is None and code.co_varnames[:1] == ("self",):
             own = frame.f_locals.get("self")
             layer = own if isinstance(own, nn.Module) else None
-    return layer, hash(tuple(stack)), is_recomputed
+            owner = own if owner is None and not name.startswith("torch.") else owner
+    return layer, owner, hash(tuple(stack)), is_recomputed
 
 
 def _device_of(arguments: Mapping[str, Any]) -> torch.device:

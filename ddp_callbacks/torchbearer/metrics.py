@@ -394,11 +394,15 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
     _require_same(names)
     for key in numbers:
         values = [others.get(key) for others in found]
-        if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
+        counts_parts = values == list(counts) and sum(counts) > counts[0]
+        differ = any(repr(value) != repr(values[0]) for value in values) and sum(counts)
+        if differ or counts_parts:
             warn(
-                f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
+                f"The metric {key} is not built from Torchbearer's decorators and "
+                f"{'counts the samples of a process' if counts_parts else 'differs between processes'}; its "
                 "epoch value is the mean over the processes, weighted by samples. For one process's value, make it "
-                "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda).",
+                "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda), "
+                "which may be a count.",
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
             final[key] = (torch.stack(counted).sum(0) / sum(counts)).tolist()

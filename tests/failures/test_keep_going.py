@@ -119,7 +119,7 @@ def log_where_others_have(folder: str) -> int:
     strategy, logger = CallbackStrategy(), CSVLogger(folder, version=0 if dist.get_rank() else None)
     strategy._trainer, strategy.recovery = SimpleNamespace(loggers=[logger]), Recovery()
     strategy.places = [{"version": 0, "lines": None}] if dist.get_rank() else ()
-    strategy.agree_on_places()
+    strategy.agree_on_logs()
     return int(logger.version)
 
 

@@ -546,6 +546,32 @@ def test_what_a_hook_draws_in_the_size_of_a_part_is_doubted_until_other_sizes_te
         draws.warn()
 
 
+def test_a_part_of_as_many_images_as_these_have_rows_is_not_doubted() -> None:
+    # 32 of 64 images of 32 x 32.
+    draws = WholeDraws(nn.Identity(), 0)
+    images = torch.zeros(8, 3, 8, 8)
+    torch.manual_seed(5)
+    whole = torch.rand(16, 3, 8, 8)
+    torch.manual_seed(5)
+    with warnings.catch_warnings(), draws.batch(Rows(0, 8, 16)):
+        warnings.simplefilter("error")
+        found = torch.rand_like(images)
+        draws.warn()
+    torch.testing.assert_close(found, whole[:8])
+
+
+class Mixes:
+    def mix(self, images: torch.Tensor) -> torch.Tensor:
+        return images + images[torch.randperm(len(images))]
+
+
+def test_what_draws_in_a_callback_is_named_not_the_model() -> None:
+    draws = WholeDraws(nn.Identity(), 0)
+    drawn(draws, Mixes().mix, 4, 9)
+    with pytest.warns(UserWarning, match=r"Mixes \(test_whole_draws.py, line \d+\): a permutation of the batch"):
+        draws.warn()
+
+
 def test_parts_draw_their_own_numbers_on_wish() -> None:
     everyone = [WholeDraws(nn.Identity(), rank, by_rank=True) for rank in range(3)]
     outputs, states = by_parts(lambda x: F.dropout(torch.ones_like(x)), (0, 3, 6, 9), draws=iter(everyone).__next__)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,27 +158,44 @@ def test_a_loop_that_divides_the_batch_size_itself_is_named() -> None:
     made.setup_dataloaders(batches)
 
 
-def summed_by_hand() -> float:
-    made, total, batches = fabric(OURS), 0.0, 0
-    for x, _ in made.setup_dataloaders(loader(13, 4)):
+def summed_by_hand(rows: int = 13) -> tuple[float, int]:
+    made, total, batches, seen = fabric(OURS), 0.0, 0, 0
+    for x, _ in made.setup_dataloaders(loader(rows, 4)):
         total += x.sum()
         batches += 1
-    return float(total) / batches
+        seen += len(x)
+    return float(total) / batches, seen
+
+
+def gathering(*names: str) -> Any:
+    """In place of what finds the variables that a program gathers."""
+    return lambda: SimpleNamespace(has=lambda name, code: name in names)
 
 
 @WORLD.on(TWO)
 def test_a_sum_that_a_loop_keeps_is_named_if_nothing_gathers_it_or_it_has_a_padding_batch() -> None:
     texts = []
-    for gathered, asks in ((set[str](), False), ({"other"}, True), ({"total"}, False), ({"total"}, True)):
+    for gathered, asks in (([], False), (["other"], False), (["total", "seen"], False), (["total", "seen"], True)):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(loop_variables, "_gathered", lambda gathered=gathered: gathered)
+            patch.setattr(loop_variables, "Gathered", gathering(*gathered))
             patch.setattr(loop_variables, "_asks_for_shares", lambda asks=asks: asks)
             summed_by_hand()
         texts.append([str(each.message).partition(",")[0] for each in caught if "itself" in str(each.message)])
-    named = "each process collects in summed_by_hand.total what it computes itself"
+    named = "each process collects in summed_by_hand.seen"
     padded = "rank 1 had no sample of a batch in the loop of summed_by_hand"
     assert texts == ([[named], [named], [padded], []] if get_rank() == 0 else [[], [], [], []])
+
+
+@WORLD.on(TWO)
+def test_a_count_of_samples_is_named_where_all_processes_have_as_many() -> None:
+    # A learning rate that followed it had other values than on one process, and nothing told.
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(loop_variables, "Gathered", gathering("total"))
+        summed_by_hand(16)
+    texts = [str(each.message).partition(" what")[0] for each in caught if "collects" in str(each.message)]
+    assert texts == (["each process collects in summed_by_hand.seen"] if get_rank() == 0 else [])
 
 
 class Meter:
@@ -218,7 +236,7 @@ def test_what_a_loop_collects_in_meters_lists_and_arrays_is_named() -> None:
     # Only plain variables were: the usual AverageMeter, and a list of losses, were silent.
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(loop_variables, "_gathered", set)
+        patch.setattr(loop_variables, "Gathered", gathering())
         Runner().run()
     names = [set(re.findall(r"run\.([\w.]+)", str(each.message))) for each in caught if "itself" in str(each.message)]
     expected = {"losses", "row", "kept", "meter", "self.total", "self.meter"}
@@ -260,13 +278,28 @@ fabric.print(other / shown)
 row = {"found": found}
 parts.append(number)
 dist.all_gather_object(out, [row, *parts])
+
+def train(meter, loader):
+    losses = []
+    for x, y in loader:
+        losses.append(loss(x, y))
+        meter.update(len(x))
+
+def evaluate():
+    losses = [1.0]
+    return fabric.all_reduce(losses)
+
+train(watch, loader)
+fabric.all_reduce(watch.sum)
 """
 
 
 def test_variables_that_a_program_gathers_are_found_through_functions_and_lists() -> None:
     found = gathered_in([ast.parse(GATHERS)], {"all_reduce", "all_gather_object"})
-    assert {"loss", "value", "found", "number", "row", "parts", "total", "count"} <= found
-    assert found.isdisjoint({"other", "shown"})
+    in_functions = {"meet.value", "validate.total", "validate.count"}
+    assert {"loss", "found", "number", "row", "parts"} | in_functions <= found
+    assert {"evaluate.losses", "watch", "train.meter"} <= found
+    assert found.isdisjoint({"other", "shown", "train.losses"})
 
 
 @WORLD.on(TWO)

@@ -575,6 +575,52 @@ def test_extremes_sums_and_counts_are_those_of_whole_batches(strategy: str) -> A
     return fit(strategy, LogsOtherReductions(), *batches, num_sanity_val_steps=1, max_epochs=2)
 
 
+class LogsEverywhere(LogsOtherReductions):
+    """For each of its loaders, whose first batch may count nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log_all(batch, "val")
+        self.log("val_late", float(len(batch[0]) * (self.global_step > 0)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_all(batch, "test")
+
+
+@WORLD.as_on_one()
+def test_extremes_and_counts_of_every_loader_and_call_are_those_of_whole_batches(strategy: str) -> Any:
+    # Only those of the first loader were, after a sanity check: another file was the best one.
+    found = []
+    for sanity in (0, 1):
+        made, module, rows = trainer(strategy, num_sanity_val_steps=sanity), LogsEverywhere(), loader(13, 5, 9)
+        made.fit(module, loader(29, 8), [loader(9, 4, 7), rows])
+        found += [dict(made.callback_metrics), *made.validate(module, rows, verbose=False)]
+        found += made.test(module, rows, verbose=False)
+    return found
+
+
+class LogsWhatItHasSeen(Net):
+    """The number of its samples, equal on all processes."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += len(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", float(self.seen))
+        self.log("summed", float(self.seen), reduce_fx="sum")
+
+
+@WORLD.on(TWO)
+def test_a_count_of_samples_that_is_logged_at_the_end_of_an_epoch_is_named_with_its_remedy() -> None:
+    made, rows = trainer(OURS), loader(16, 4)
+    text = warned(lambda: made.validate(LogsWhatItHasSeen(), rows, verbose=False), "end of an epoch")
+    assert made.callback_metrics["summed"] == 16
+    says = "'seen' is logged at the end of an epoch, and is the number of samples that this process has had"
+    assert [each.partition(":")[0] for each in text] == ([] if dist.get_rank() else [says])
+
+
 class LogsByAConstant(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("by_4", batch[0].mean(), batch_size=4)

@@ -759,3 +759,45 @@ def test_a_metric_that_cannot_be_merged_is_averaged_and_named() -> None:
     assert history[0]["count"] == pytest.approx((6 * 6 + 4 * 4) / 10)  # the ranks have 6 and 4 of the ten samples
     messages = [str(warning.message) for warning in caught]
     assert any("The metric count" in message and "weighted by samples" in message for message in messages)
+
+
+@WORLD
+def test_a_metric_that_counts_is_named_where_all_processes_count_alike() -> None:
+    made = trial([DDPCallback()], metrics=[Counter("count")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.with_train_generator(DataLoader(data(16), 4)).run(1)
+    texts = {str(each.message).partition(";")[0] for each in caught if "The metric" in str(each.message)}
+    says = "The metric count is not built from Torchbearer's decorators and counts the samples of a process"
+    assert by_rank([*texts])[0] == [says]
+
+
+def loss_in(state: Any) -> float:
+    return float(state[torchbearer.LOSS])
+
+
+@WORLD
+def test_callbacks_read_the_loss_of_the_whole_batch_through_decorators_and_helpers() -> None:
+    # Torchbearer's own decorators, and functions that a callback calls, hid who reads it.
+    found = list[float]()
+
+    @torchbearer.callbacks.on_step_training
+    @torchbearer.callbacks.once_per_epoch
+    def once(state: Any) -> None:
+        found.append(float(state[torchbearer.LOSS]))
+
+    @torchbearer.callbacks.on_step_training
+    @torchbearer.callbacks.only_if(lambda state: state[torchbearer.BATCH] == 0)
+    def first(state: Any) -> None:
+        found.append(float(state[torchbearer.LOSS]))
+
+    @torchbearer.callbacks.on_step_training
+    def through_a_helper(state: Any) -> None:
+        found.append(loss_in(state))
+
+    for callback in (once, first, through_a_helper):
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, CLASSES).double()
+        made = trial([DDPCallback()], model, callbacks=[callback])
+        made.with_train_generator(DataLoader(data(5), 5)).run(1)
+    assert len(found) == 3 and by_rank(found) == [found, found]

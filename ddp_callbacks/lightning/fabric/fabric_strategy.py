@@ -232,12 +232,12 @@ class CallbackFabricMixin(ProcessesMixin):
         Args:
             draws: ``None``: the loader is not divided.
         """
-        running, loop = Pass(), None
+        running = Pass()
         if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():
                 self._synced([metric])
-            loop = self._random.begin_pass()
+            self._random.begin_pass(running)
         try:
             yield running
         finally:
@@ -245,7 +245,7 @@ class CallbackFabricMixin(ProcessesMixin):
             self._batches.leave(running)
         if draws is not None:
             self._models.merge_buffers()
-            self._random.end_pass(draws, loop)
+            self._random.end_pass(running, draws)
             self._models.require_equal()
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.loop_variables import Loop, LoopVariables
@@ -25,7 +26,8 @@ class LoopDraws:
     """Lets the bodies of loops over divided loaders draw for the whole batch. All ranks have one random state."""
 
     def __init__(self) -> None:
-        self._state, self._variables, self._has_padded = RunRandomState(), LoopVariables(), False  # in this pass
+        self._state, self._variables = RunRandomState(), LoopVariables()
+        self._loops = WeakKeyDictionary[Pass, Loop]()
         self._bodies: dict[Pass, _Body] = {}  # that of the batch drawn last comes last
 
     def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -40,7 +42,8 @@ class LoopDraws:
 
     def begin(self, running: Pass, draws: WholeDraws, share: Share) -> None:
         """Begin the body of a batch. Local."""
-        self._has_padded = self._has_padded or not share.local
+        if running in self._loops:
+            self._loops[running].note(share.local)
         self._pause()
         for body in self._bodies.values():
             body.is_alone = False
@@ -53,20 +56,19 @@ class LoopDraws:
             body.end()
         self._resume()
 
-    def begin_pass(self) -> Loop | None:
-        """Continue on all ranks from rank 0's random state. A collective. Return the loop that begins, if known."""
+    def begin_pass(self, running: Pass) -> None:
+        """Continue on all ranks from rank 0's random state. A collective."""
         with self._outside():
             self._state.synchronize()
-            return self._variables.begin()
+            self._loops[running] = Loop()
 
-    def end_pass(self, draws: WholeDraws, loop: Loop | None) -> None:
+    def end_pass(self, running: Pass, draws: WholeDraws) -> None:
         """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what is not of the whole batch."""
         with self._outside():
             self._state.draws = draws
-            own = [self._state.report(), self._variables.sums(loop), self._has_padded]
+            own = [self._state.report(), *self._variables.sums(self._loops.pop(running))]
             reports, sums, padded = zip(*all_gather_object(own, "the random state"), strict=True)
             self._state.take(reports)
-        self._has_padded = False
         draws.warn()
         self._variables.warn(sums, get_rank())
         if get_rank() == 0:
