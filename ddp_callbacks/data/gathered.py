@@ -9,12 +9,15 @@ from typing import NamedTuple
 _Flow = tuple[set[str], set[str]]  # names that get a value, and names that this is computed from
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FILLS = {"append", "appendleft", "extend", "add", "update"}  # methods by which a loop collects
+_Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_TAKES_ALL = {"sum", "max", "min", "list", "tuple", "set", "sorted", "mean", "fmean", "stack", "cat"}
 
 
 def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str]) -> set[str]:
     """Return the names of variables that are passed to these functions, or to what calls them, in any way.
 
-    A function's own variable is ``"function.name"``; all others, and attributes, have their plain name.
+    A function's own variable is ``"function.name"``; all others, and attributes, have their plain name. A comprehension
+    is ``"line 7"``.
 
     Args:
         trees: The program's files.
@@ -33,6 +36,15 @@ def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str]) -> set[str]:
     return found
 
 
+def comprehensions_in(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the comprehensions that make one value of all: lists and the like, and the generators of sums."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name_of(node) in _TAKES_ALL]
+    given = [each for call in calls for each in call.args if isinstance(each, ast.GeneratorExp)]
+    made = [node for node in nodes if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp)]
+    return {f"line {each.lineno}" for each in (*given, *made)}
+
+
 class _Place(NamedTuple):
     """A node of a program, with the names of the functions around it, the innermost last, and their variables."""
 
@@ -43,7 +55,8 @@ class _Place(NamedTuple):
         """Return the names of variables, and of attributes, in expressions at this place."""
         parts = [each for node in nodes for each in ast.walk(node)]
         variables = {self._full_name(each.id) for each in parts if isinstance(each, ast.Name) and each.id != "self"}
-        return variables | {each.attr for each in parts if isinstance(each, ast.Attribute)}
+        made = {f"line {each.lineno}" for each in parts if isinstance(each, _Comprehension)}
+        return variables | made | {each.attr for each in parts if isinstance(each, ast.Attribute)}
 
     def _full_name(self, name: str) -> str:
         return next((f"{function}.{name}" for function, own in reversed(self.scopes) if name in own), name)

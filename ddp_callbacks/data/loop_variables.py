@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, Collected, may_collect
-from ddp_callbacks.data.gathered import gathered_in
+from ddp_callbacks.data.gathered import comprehensions_in, gathered_in
 from ddp_callbacks.data.nested import is_array
 from ddp_callbacks.data.own_code import measures, names_in, names_measure, running_in
 from ddp_callbacks.data.sample_seeds import is_of_library, is_own
@@ -57,8 +57,11 @@ class LoopVariables:
         if self._gathered is None:
             self._gathered = Gathered()
         changed, code = loop.end(frame), frame.f_code
+        if (line := f"line {code.co_firstlineno}") in self._gathered.comprehensions and not code.co_name.isidentifier():
+            changed[line] = math.nan
         own = {name: of for name, of in changed.items() if not self._gathered.has(name, code)}
-        return {f"{_place(frame)}.{name}": of for name, of in own.items()}, loop.has_padded and len(own) < len(changed)
+        found = {f"{_place(frame)}{'.py, ' if name == line else '.'}{name}": of for name, of in own.items()}
+        return found, loop.has_padded and len(own) < len(changed)
 
     def warn(self, of_ranks: Sequence[Mapping[str, float]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`sums`."""
@@ -185,10 +188,12 @@ class Gathered:
     def __init__(self) -> None:
         codes = _codes_of_program()
         self._may_gather = any(not _EXCHANGES.isdisjoint(names_in(code)) for code in codes)
-        self._names: set[str] = set()  # if it may; empty if its files cannot be read
+        self._names: set[str] = set()  # empty if it does not, or its files cannot be read
+        self.comprehensions: set[str] = set()
         with suppress(SyntaxError, ValueError):
-            files = {code.co_filename for code in codes} if self._may_gather else set()
-            self._names = gathered_in([ast.parse("".join(linecache.getlines(file))) for file in files], _EXCHANGES)
+            files = {code.co_filename for code in codes}
+            trees = [ast.parse("".join(linecache.getlines(file))) for file in files]
+            self.comprehensions, self._names = comprehensions_in(trees), gathered_in(trees, _EXCHANGES)
 
     def has(self, name: str, code: CodeType) -> bool:
         """Whether a variable of this code, or an attribute of ``self``, reaches an exchange."""

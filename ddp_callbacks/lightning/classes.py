@@ -59,8 +59,9 @@ class CallbackStrategy(CallbackStrategyMixin):
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
             So are those of the epochs 1, 2, 4, 8 and so on, as 0.5 % of the time allows: a loss may get a term later.
             ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
-            :func:`ddp_callbacks.verify_gradient`. Both call ``training_step``, and ``validation_step`` in the sanity
-            check, two or three times, on copies of the module that log nothing, and warn of logged means that differ.
+            :func:`ddp_callbacks.verify_gradient`. Both call ``training_step``, and ``validation_step`` and
+            ``test_step`` for the first batch of a loader, two or three times, on copies of the module that log nothing,
+            and warn of logged values that differ.
         skip_batch: When all processes skip a training batch together, as one process does if ``training_step`` returns
             ``None``. ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or infinite
             on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have such a loss.

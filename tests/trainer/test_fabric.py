@@ -41,7 +41,7 @@ from ways import RELATIVE, Way, alone, in_each, prove, results
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.data import loop_variables
-from ddp_callbacks.data.gathered import gathered_in
+from ddp_callbacks.data.gathered import comprehensions_in, gathered_in
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.lightning import CallbackFabricStrategy
 
@@ -168,8 +168,9 @@ def summed_by_hand(rows: int = 13) -> tuple[float, int]:
 
 
 def gathering(*names: str) -> Any:
-    """In place of what finds the variables that a program gathers."""
-    return lambda: SimpleNamespace(has=lambda name, code: name in names)
+    """In place of what finds the variables that a program gathers, and its comprehensions: those of this file."""
+    made = comprehensions_in([ast.parse(Path(__file__).read_text())])
+    return lambda: SimpleNamespace(has=lambda name, code: name in names, comprehensions=made)
 
 
 @WORLD.on(TWO)
@@ -196,6 +197,19 @@ def test_a_count_of_samples_is_named_where_all_processes_have_as_many() -> None:
         summed_by_hand(16)
     texts = [str(each.message).partition(" what")[0] for each in caught if "collects" in str(each.message)]
     assert texts == (["each process collects in summed_by_hand.seen"] if get_rank() == 0 else [])
+
+
+@WORLD.on(TWO)
+def test_what_a_comprehension_over_a_loader_makes_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(loop_variables, "Gathered", gathering())
+        batches = fabric(OURS).setup_dataloaders(loader(13, 4))
+        sum(float(x.sum()) for x, _ in batches)
+        for _ in (x for x, _ in batches):
+            pass
+    texts = [re.sub(r"\d+", "N", str(each.message))[:52] for each in caught if "collects" in str(each.message)]
+    assert texts == ([] if get_rank() else ["each process collects in test_fabric.py, line N what"])
 
 
 class Meter:
