@@ -466,10 +466,10 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
         )
     return (
         "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-        'targets that are known, class weights): give weight= (in a Trainer "cross_entropy" for torch\'s class '
-        "weights and ignore_index), or correct it. A sum must not have terms of the parameters alone, unless divided "
-        "by the number of processes, each of which adds them. What compares samples with each other, as a contrastive "
-        "loss or a normalization of your own does, needs the whole batch on each process."
+        'targets that are known, class weights): give weight=, or correct it. In a Trainer, weight="cross_entropy" '
+        "counts by torch's class weights and ignore_index. A sum must not have terms of the parameters alone, unless "
+        "divided by the number of processes, each of which adds them. What compares samples with each other, as a "
+        "contrastive loss or a normalization of your own does, needs the whole batch on each process."
     )
 
 

@@ -33,6 +33,14 @@ from ddp_callbacks.lightning.synced_metrics import SyncedMetrics
 from ddp_callbacks.process_group import get_rank
 
 _MOST = 64  # batches between two joins
+_COUNTS = (
+    "is logged at the end of an epoch, and is the number of samples that this process has had: it becomes the mean of "
+    'such numbers. Pass reduce_fx="sum" to self.log.'
+)
+_ODD_SIZES = (
+    "is logged without batch_size=, so batches count by what Lightning takes for the number of samples ({found}): "
+    "another mean than on one process, unless that is always the same. Pass batch_size= to self.log."
+)
 
 _Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 
@@ -105,9 +113,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             return
         metric.has_reset = False
         if self.odd_sizes and metric.meta.on_epoch and metric.meta.is_mean_reduction and not self._is_given:
-            self._warn_of_sizes(metric.meta.name)
+            self._warn(metric.meta.name, _ODD_SIZES.format(found=self.odd_sizes))
         if self.logs_at_end and metric.meta.is_mean_reduction and not self._is_synced and float(value) in self.counts:
-            self._warn_of_count(metric.meta.name)
+            self._warn(metric.meta.name, _COUNTS)
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
         self._note_dtype(key, str(value.dtype).removeprefix("torch."))
@@ -262,7 +270,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _accumulate(self, joined: Joined) -> None:
         metric, key = self[joined.key], joined.key
-        if joined.ends is not None and key not in self.synced and get_rank() == 0:
+        if joined.ends is not None and key not in self.synced:
             self._warn_of_difference(metric.meta.name, *joined.ends)
         super().update_metrics(key, self._tensor(joined), _whole(joined.size))
         missed = self._missed.get(key, {})
@@ -276,38 +284,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         }
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
-        """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
+        """Warn if a hook has logged different values on the processes at the end of an epoch."""
         owners = [self._trainer.lightning_module, *self._trainer.callbacks]
-        differs = highest - lowest > 1e-6 * max(abs(lowest), abs(highest))
-        if differs and name not in self._warned and not is_measured(owners, name):
-            self._warned.add(name)
-            warn(
-                f"{name!r} is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
+        if highest - lowest > 1e-6 * max(abs(lowest), abs(highest)) and not is_measured(owners, name):
+            self._warn(
+                name,
+                f"is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
                 f"{highest:.6g}). It becomes their mean, weighted by samples, which may not be the value of one "
                 'process. Log it in the step or use a torchmetrics metric, or pass reduce_fx="sum" if it is a count, '
                 "or sync_dist=True if the mean is what you want.",
-                RuntimeWarning,
             )
 
-    def _warn_of_count(self, name: str) -> None:
-        """Warn on rank 0, once per name, of a number that may be equal on all ranks, and is of each one's parts."""
+    def _warn(self, name: str, text: str) -> None:
+        """Warn of what is logged as ``name``, once, on rank 0."""
         if get_rank() == 0 and name not in self._warned:
             self._warned.add(name)
-            warn(
-                f"{name!r} is logged at the end of an epoch, and is the number of samples that this process has had: "
-                'it becomes the mean of such numbers. Pass reduce_fx="sum" to self.log.',
-                RuntimeWarning,
-            )
-
-    def _warn_of_sizes(self, name: str) -> None:
-        """Warn on rank 0, once per name, if the value would count by sizes that depend on the number of processes."""
-        if get_rank() == 0 and name not in self._warned:
-            self._warned.add(name)
-            warn(
-                f"{name!r} is logged without batch_size=, so batches count by what Lightning takes for the number of "
-                f"samples ({self.odd_sizes}): another mean than on one process, unless that is always the same. Pass "
-                "batch_size= to self.log."
-            )
+            warn(f"{name!r} {text}")
 
     def _set_step_value(self, key: str, states: list[dict[str, Any]]) -> None:
         """Set the last step's value of a torchmetric, from its states on all ranks that have samples."""

@@ -429,8 +429,9 @@ class Run:
         random_state.follow(of_random)
         self.decisions.pass_moment(is_asked=any(asked))
         if any(checksum != checksums[0] for checksum in checksums):
-            when = f"at the end of epoch {self._trainer.current_epoch}"
-            require_equal_replicas(self._held, when, on_divergence=self._trainer.strategy.on_divergence)
+            when, strategy = f"at the end of epoch {self._trainer.current_epoch}", self._trainer.strategy
+            optimizers = strategy.optimizers
+            require_equal_replicas(self._held, when, on_divergence=strategy.on_divergence, optimizers=optimizers)
         self._collected.warn(of_ranks, get_rank())
         results.end_pass()
         self._draws.note_apart(OTHER_ROWS if self.batches.have_other_rows else "")

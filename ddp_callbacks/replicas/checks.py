@@ -73,7 +73,8 @@ class ReplicaChecks:
         own = [(begin - self._since) / self._steps, self._cost, self.times.take()]
         found = exchange_checksums(named, own, self._group)
         if len({each.processor for each in found}) == 1:
-            repair_or_raise(named, found, f"after step {step} of epoch {epoch}", self._on_divergence, self._group)
+            when = f"after step {step} of epoch {epoch}"
+            repair_or_raise(named, found, when, self._on_divergence, self._group, optimizers)
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0], times)
         self._interval, self._steps = steps_until_next(costs, seconds), 0

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.comm.agreement import optimizer_settings
 from ddp_callbacks.comm.checksums import checksum_of_memory, memory_of
 from ddp_callbacks.comm.codec import Json
 from ddp_callbacks.comm.collectives import all_gather_object, broadcast
-from ddp_callbacks.comm.differences import listed
+from ddp_callbacks.comm.differences import differences, listed
 from ddp_callbacks.errors import ConfigurationError, MismatchError, say, warn
 from ddp_callbacks.process_group import get_rank
 
@@ -81,6 +82,7 @@ def repair_or_raise(
     when: str,
     on_divergence: OnDivergence,
     group: dist.ProcessGroup | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> None:
     """If the ranks' checksums differ, raise, or overwrite the tensors that differ. A collective then.
 
@@ -94,6 +96,7 @@ def repair_or_raise(
         on_divergence: ``"repair"``: all ranks get the bits that more than half of them have, and rank 0 says so;
             without such a majority, all raise.
         group: ``None`` is the default group.
+        optimizers: Those of the tensors: their options that differ are named first.
 
     Raises:
         MismatchError: On every rank alike; names the first tensors that differ, by how much, the ranks and hosts.
@@ -113,7 +116,12 @@ def repair_or_raise(
     ]
     if not lines:
         return
-    text = f"the ranks hold different models {when}:{listed(lines)}"
+    settings = [optimizer_settings(each).items() for each in optimizers]
+    named_settings = {
+        name + f", optimizer {number}" * (number > 0): value for number, of in enumerate(settings) for name, value in of
+    }
+    options = differences(all_gather_object(named_settings, "the options of the optimizers", group))
+    text = f"the ranks hold different models {when}:{listed([*options, *lines])}"
     if not are_alike:
         processors = ", ".join(each.processor for each in replicas)
         warn(f"{text}\nThey compute on {processors}; all continue with rank 0's.")

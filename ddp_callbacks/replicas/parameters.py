@@ -6,7 +6,7 @@ All functions but :func:`describe_checkpoint` are collectives and block. With a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -250,6 +250,7 @@ def require_equal_replicas(
     group: dist.ProcessGroup | None = None,
     note: Json = None,
     on_divergence: OnDivergence = "raise",
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> list[Json]:
     """Raise unless the parameters and persistent buffers of ``module`` are equal on all ranks. A collective.
 
@@ -265,6 +266,7 @@ def require_equal_replicas(
         note: JSON data to send along.
         on_divergence: ``"repair"``: all ranks get the bits that more than half of them have, and rank 0 says so;
             without such a majority, all raise.
+        optimizers: Those of the module: their options that differ are named first.
 
     Returns:
         Every rank's note.
@@ -277,7 +279,7 @@ def require_equal_replicas(
         return [note]
     named = _compared(module)
     found = exchange_checksums(named, note, group)
-    repair_or_raise(named, found, when, on_divergence, group)
+    repair_or_raise(named, found, when, on_divergence, group, optimizers)
     return [each.note for each in found]
 
 

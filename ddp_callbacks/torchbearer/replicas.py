@@ -283,7 +283,9 @@ class StopTogether(DistributedCallback):
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
         random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
         own = [bool(state[STOP_TRAINING]), random_state and random_state.checksums()]
-        of_ranks = replicas.require_equal_replicas(held_by(state), when, self.process_group, own, self._on_divergence)
+        of_ranks = replicas.require_equal_replicas(
+            held_by(state), when, self.process_group, own, self._on_divergence, [state[OPTIMIZER]]
+        )
         stops, of_random = zip(*of_ranks, strict=True)
         self._stop_all(state, stops)
         if random_state is not None:

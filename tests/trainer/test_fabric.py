@@ -272,7 +272,8 @@ def test_models_that_differ_between_the_processes_are_named_after_a_loop() -> No
     # A scheduler that read a part's loss made two models, and nothing told.
     decayed_by_a_part(by_part=0.0)
     text = message_of(lambda: decayed_by_a_part(by_part=0.5))
-    assert "the ranks hold different models after a loop over a loader:\n  parameter 0.weight: rank 1" in text
+    says = "the ranks hold different models after a loop over a loader:\n  optimizer group 0: lr: "
+    assert re.search(rf"{says}[\d.]+ on rank 0; [\d.]+ on rank 1\n  parameter 0.weight: rank 1", text), text
 
 
 GATHERS = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 
@@ -35,7 +34,7 @@ class Models:
     def __init__(self, make: Callable[[torch.nn.Module], GradientSynchronizer]) -> None:
         self._make = make
         self._models: list[_Model] = []
-        self._trained: list[list[torch.nn.Parameter]] = []  # by optimizer
+        self._optimizers: list[torch.optim.Optimizer] = []
         self.synchronizer: GradientSynchronizer | None = None
         self._has_trained, self._samples = False, 0  # since the buffers were merged
         self._has_stepped = False  # since the models were compared
@@ -53,12 +52,12 @@ class Models:
             self._models.append(_Model(module))
         if self.synchronizer is not None:
             self.synchronizer.close()
-        self.synchronizer = self._make(Held(self.whole(), trained=lambda: [*chain.from_iterable(self._trained)]))
+        self.synchronizer = self._make(Held(self.whole(), trained=lambda: trained_by(self._optimizers)))
         broadcast_parameters(module)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronize parameters of an optimizer that no model has, such as those of a criterion. A collective."""
-        self._trained.append(trained_by([optimizer]))
+        self._optimizers.append(optimizer)
         if self.synchronizer is not None:
             self.synchronizer.follow()
 
@@ -89,7 +88,7 @@ class Models:
             MismatchError: On every rank alike; see :func:`ddp_callbacks.replicas.require_equal_replicas`.
         """
         if self._has_stepped and not self._steps_alone:
-            require_equal_replicas(self.whole(), "after a loop over a loader")
+            require_equal_replicas(self.whole(), "after a loop over a loader", optimizers=self._optimizers)
         self._has_stepped = False
 
     def merge_buffers(self) -> None:
@@ -105,7 +104,7 @@ class Models:
         if self.synchronizer is not None:
             self.synchronizer.close()
             self.synchronizer = None
-        self._models, self._trained = [], []
+        self._models, self._optimizers = [], []
 
     def _forget_lost(self) -> None:
         """Drop the models that no rank has any more, such as those of earlier folds. A collective."""
@@ -114,7 +113,7 @@ class Models:
         found = [*zip(self._models, map(any, zip(*rows, strict=True)), strict=True)]
         lost = {id(parameter) for model, is_kept in found if not is_kept for parameter in model.parts.parameters()}
         self._models = [model for model, is_kept in found if is_kept]
-        self._trained = [each for each in self._trained if lost.isdisjoint(map(id, each))]
+        self._optimizers = [each for each in self._optimizers if lost.isdisjoint(map(id, trained_by([each])))]
 
 
 class _Model:
