@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
-_OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
+OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
 EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
@@ -43,11 +43,15 @@ class Collected:
     to batch, or a number that changes: an attribute, or a variable that their functions name. A callback that measures
     times, or memory, may have other numbers with a fraction on each rank.
 
+    Args:
+        is_sized: Whether the code that changes an attribute, by name, may add sizes; by default their owners' code.
+
     Attributes:
         counts: After the last batch, numbers that count the samples of this rank's parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_sized: Callable[[str], bool] | None = None) -> None:
+        self._is_sized = is_sized or (lambda attribute: any(counts_sizes(owner, attribute) for owner in self._owners))
         self._owners: list[Any] = []
         self._modules: list[torch.nn.Module] = []  # among these
         self._before: dict[str, Any] = {}
@@ -88,12 +92,13 @@ class Collected:
                     if isinstance(held, int | float) or _size(held) == 1:
                         yield name, float(held.detach() if isinstance(held, torch.Tensor) else held)
 
-    def _is_count(self, name: str, grown: float) -> bool:
-        """Whether this has counted the samples of the parts, or so many for each by the sizes that a function reads."""
-        if not self._samples or grown < self._samples or grown % self._samples or grown == self._batches:
+    def is_count(self, name: str, grown: float) -> bool:
+        """Whether this has counted the samples of the parts, or so many for each by the sizes that its code reads."""
+        if not self._samples or self._batches in (grown, self._samples):
+            return False  # these may be counted
+        if grown < self._samples or grown % self._samples:
             return False
-        attribute = _whole(name).rpartition(".")[2]
-        return grown == self._samples or any(counts_sizes(owner, attribute) for owner in self._owners)
+        return grown == self._samples or self._is_sized(_whole(name).rpartition(".")[2])
 
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
@@ -105,11 +110,10 @@ class Collected:
                     new = None if _whole(name) in self._warned else _new_in(held, self._before.get(name), is_carried)
                     if new is not None and not _is_moment(new, seconds):
                         self._new[name] = checksum_of(new)
-        if self._samples != self._batches:  # otherwise batches may be counted
-            for name, number in self._numbers():
-                if self._is_count(name, number - self._begun.get(name, 0.0)):
-                    self.counts.append(number)
-                    self._new |= {} if _whole(name) in self._warned else {name: _OF_PART}
+        for name, number in self._numbers():
+            if self.is_count(name, number - self._begun.get(name, 0.0)):
+                self.counts.append(number)
+                self._new |= {} if _whole(name) in self._warned else {name: OF_PART}
         self._exchanges = exchanges_by_now()
 
     def _is_carried(self, name: str, held: Any) -> bool:
@@ -132,7 +136,7 @@ class Collected:
         """Warn on rank 0 of what differs between the ranks: see :meth:`checksums`."""
         first, *others = of_ranks
         differ = {name for name in first for other in others if other.get(name) not in (None, first[name])}
-        names = [name for name, checksum in first.items() if name in differ or checksum == _OF_PART]
+        names = [name for name, checksum in first.items() if name in differ or checksum == OF_PART]
         wholes = Counter(map(_whole, names))
         self._warned.update(wholes)
         if names and rank == 0:

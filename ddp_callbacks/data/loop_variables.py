@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.checksums import checksum_of
-from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, Collected, may_collect
+from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, OF_PART, Collected, may_collect
 from ddp_callbacks.data.gathered import comprehensions_in, gathered_in
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.own_code import measures, names_in, names_measure, running_in
+from ddp_callbacks.data.own_code import measures, names_in, names_measure, reads_sizes, running_in
 from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 from ddp_callbacks.errors import frames, warn
 
@@ -87,10 +87,11 @@ class Loop:
 
     def __init__(self) -> None:
         self.has_padded = False  # this rank has had no sample of a batch
-        self._samples = self._batches = 0
         self._before: dict[str, float] = {}
-        self._collected, self._ids = Collected(), dict[str, int]()
+        self._ids: dict[str, int] = {}
         frame = next(_own_frames(), None)
+        names = set() if frame is None else names_in(frame.f_code)
+        self._collected = Collected(lambda _: reads_sizes(names))
         if frame is None:
             return
         self._before = _numbers(frame, running_in(frame.f_code))
@@ -103,14 +104,14 @@ class Loop:
     def note(self, samples: int) -> None:
         """Note that a batch begins, of which this rank has so many samples."""
         self.has_padded = self.has_padded or not samples
-        self._samples, self._batches = self._samples + samples, self._batches + 1
+        self._collected.note(samples)
 
     def end(self, frame: FrameType) -> dict[str, float]:
         """Return what has changed, by the name of the variable: numbers, NaN for a count, and checksums."""
         running = running_in(frame.f_code)
         found = {name: of for name, of in _numbers(frame, running).items() if of != self._before.get(name)}
         for name, number in found.items():
-            if self._samples != self._batches and number - self._before.get(name, 0.0) == self._samples:
+            if self._collected.is_count(name, number - self._before.get(name, 0.0)):
                 found[name] = math.nan
         with suppress(Exception):
             found |= self._filled(_holders(frame), running)
@@ -125,7 +126,7 @@ class Loop:
             variable = _VARIABLE.match(name)
             if variable and not names_measure(name.partition(".")[2]):
                 changed.setdefault(variable[1], {})[name] = checksum
-        return {name: checksum_of(entries) for name, entries in changed.items()}
+        return {name: math.nan if OF_PART in of.values() else checksum_of(of) for name, of in changed.items()}
 
     @contextmanager
     def _of(self, holders: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -146,14 +147,19 @@ def _holders(frame: FrameType) -> dict[str, Any]:
     found = {name: known[name] for name in sorted(named & known.keys()) if name != "self"}
     found["self"] = known.get("self")
     found |= {f"self.{name}": each for name, each in getattr(found["self"], "__dict__", {}).items()}
-    return {name: each for name, each in found.items() if _holds(each)}
+    return {name: each for name, each in found.items() if _holds(each) or (name == "self" and _is_object(each))}
 
 
 def _holds(value: Any) -> bool:
     if isinstance(value, list | deque | dict) or is_array(value):
         return True
+    return _is_object(value) and may_collect(value) and not measures(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether this is an object of the program's that is not made to be trained or read."""
     is_plain = isinstance(value, type | FunctionType | ModuleType | torch.nn.Module | Dataset | DataLoader)
-    return not is_plain and is_own(type(value)) and may_collect(value) and not measures(value)
+    return not is_plain and is_own(type(value))
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:

@@ -109,8 +109,12 @@ def names_measure(name: str) -> bool:
 
 def counts_sizes(owner: Any, attribute: str) -> bool:
     """Whether a function of an object may add the sizes of what it gets to an attribute, without all processes'."""
-    may_add = [names for names in _names(owner) if attribute in names]
-    return any(not _SIZES.isdisjoint(names) and _WORLD.isdisjoint(names) for names in may_add)
+    return any(attribute in names and reads_sizes(names) for names in _names(owner))
+
+
+def reads_sizes(names: Iterable[str]) -> bool:
+    """Whether code with these names may read sizes, and not the number of processes."""
+    return not _SIZES.isdisjoint(names) and _WORLD.isdisjoint(names)
 
 
 def carried_by(owner: Any) -> set[str]:

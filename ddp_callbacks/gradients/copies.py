@@ -20,8 +20,23 @@ from ddp_callbacks._torch import forward_hooks, lazy_copy
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
 
 
+class Ignoring:
+    """Stands for an object that cannot be copied, such as an open file, a lock or a writer: its methods do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def __enter__(self) -> Ignoring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
-def copied(parts: Sequence[Any], memo: dict[int, Any]) -> Iterator[list[Any]]:
+def copied(parts: Sequence[Any], memo: dict[int, Any], *, ignores: bool = False) -> Iterator[list[Any]]:
     """Yield a deep copy of modules and other objects, which may refer to each other. Local.
 
     The copy's tensors take no memory until they are written. It shares process groups, loaders and data sets that are
@@ -31,18 +46,19 @@ def copied(parts: Sequence[Any], memo: dict[int, Any]) -> Iterator[list[Any]]:
         parts: The objects; functions are not copied.
         memo: As for ``copy.deepcopy``: by the ``id`` of an object that ``parts`` may refer to, what the copy has in its
             place. Gets all that is copied.
+        ignores: Whether :class:`Ignoring` stands for attributes of layers that cannot be copied.
 
     Raises:
         Exception: What ``copy.deepcopy`` raises for an object that cannot be copied.
     """
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    attributes = [value for module in modules for layer in module.modules() for value in vars(layer).values()]
+    attributes = [value for module in modules for layer in module.modules() for value in _values_in(vars(layer))]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
     shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
     memo.update(shared | {id(tensor): other for tensor, other in lazy.items()} | memo)
     try:
-        yield copy.deepcopy(list(parts), memo)
+        yield _deep_copy(list(parts), memo, attributes if ignores else [])
     finally:
         for tensor, other in lazy.items():
             other.data = other.data.new_empty(0)  # what still refers to the copy must not keep the memory
@@ -70,13 +86,45 @@ def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
         handle.remove()
 
 
+def _deep_copy(parts: list[Any], memo: dict[int, Any], attributes: Sequence[Any]) -> list[Any]:
+    """Like ``copy.deepcopy``; of these attributes, :class:`Ignoring` stands for those that it refuses."""
+
+    def is_refused(value: Any) -> bool:
+        if isinstance(value, nn.Module | torch.Tensor):
+            return False
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            return True
+        return False
+
+    made = dict(memo)
+    try:
+        found = copy.deepcopy(parts, made)
+    except Exception:
+        made = memo | {id(value): Ignoring() for value in attributes if is_refused(value)}
+        found = copy.deepcopy(parts, made)
+    memo.update(made)
+    return found
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """Yield the values in nested dicts, lists and tuples."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if values is None:
+        yield value
+    else:
+        for each in values:
+            yield from _values_in(each)
+
+
 def _lazy(tensor: Any) -> torch.Tensor | None:
     """Return a copy that takes no memory until it is written; ``None`` if there is none of this kind of object."""
     with contextlib.suppress(RuntimeError):  # memory that is not torch's own, such as a NumPy array's
         if type(tensor) is nn.Parameter:
             return nn.Parameter(lazy_copy(tensor.detach()), tensor.requires_grad)
-        if type(tensor) is torch.Tensor and not tensor.requires_grad:
-            return lazy_copy(tensor)
+        if type(tensor) is torch.Tensor and (tensor.grad_fn is not None or not tensor.requires_grad):
+            return lazy_copy(tensor.detach())
     return None
 
 

@@ -384,20 +384,20 @@ def _differing(
         again: Computes those of the whole batch once more: some, such as times, differ each time.
     """
     gathered = all_gather_object(logged, PURPOSE, group)
-    telling, expected, joint = _telling_value(computation.parts[0]), gathered[0][3], dict[str, float]()
+    telling, expected = _telling_value(computation.parts[0]), gathered[0][3]
+    found, joint = dict[str, list[str]](), dict[str, float]()
     for name, value in expected.items():
         parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
         ways = dict.fromkeys([*computation.operations.get(name, ()), "mean", "sum"])
         right = _right_ways(parts, ways, value, telling) if parts else []
         if right:
-            computation.operations[name] = right
+            found[name] = right
         elif parts and not math.isnan(_joined(parts, next(iter(ways))) - value):
             joint[name] = _joined(parts, next(iter(ways)))
-    if not joint:
-        return ""
-    repeated = again()
+    repeated = again() if joint else {}
+    computation.operations.update(found)  # once nothing more is computed
     named = [f"{n} ({own:.4g} for {expected[n]:.4g})" for n, own in joint.items() if repeated.get(n) == expected[n]]
-    if not broadcast_object(named, PURPOSE, group):
+    if not joint or not broadcast_object(named, PURPOSE, group):
         return ""
     remedy = (
         "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "

@@ -199,6 +199,31 @@ def test_a_count_of_samples_is_named_where_all_processes_have_as_many() -> None:
     assert texts == (["each process collects in summed_by_hand.seen"] if get_rank() == 0 else [])
 
 
+class CountsSamples:
+    def __init__(self) -> None:
+        self.rows, self.found = 0, {"numbers": 0}
+
+    def run(self, most: int) -> None:
+        for x, _ in fabric(OURS).setup_dataloaders(loader(16, 4)):
+            self.rows += x.size(0)
+            self.found["numbers"] += x.numel()
+            if self.rows >= most:
+                return
+
+
+@WORLD.on(TWO)
+def test_a_count_in_an_attribute_is_named_also_if_its_loop_ends_early() -> None:
+    texts = []
+    for most in (100, 4):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(loop_variables, "Gathered", gathering())
+            CountsSamples().run(most)
+        texts.append([str(each.message).partition(" what")[0] for each in caught if "collects" in str(each.message)])
+    named = ["each process collects in run.self.rows, run.self.found"]
+    assert texts == ([[], []] if get_rank() else [named, named])
+
+
 @WORLD.on(TWO)
 def test_what_a_comprehension_over_a_loader_makes_is_named() -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:

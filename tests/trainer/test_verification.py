@@ -39,6 +39,7 @@ from trainers import (
     lbfgs,
     loader,
     masked,
+    trainer,
 )
 
 from ddp_callbacks import get_world_size
@@ -324,6 +325,17 @@ class HoldsALock(KnownOnly):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
+
+
+class ReadsAGenerator(KnownOnly):
+    """Which no copy can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = (1.0 for _ in range(1000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * next(self.factors)
 
 
 class Watched(KnownOnly):
@@ -668,7 +680,8 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "adversaries": (lambda: trainer_tells(Adversaries(F.cross_entropy)), ""),
     "adversaries, of known targets": (lambda: trainer_tells(Adversaries(MEAN_OF_KNOWN)), TELLS),
     "beside a large gradient": (lambda: trainer_tells(BesideALargeGradient()), f"{TELLS}for parameter layers."),
-    "what cannot be copied": (lambda: trainer_tells(HoldsALock()), ""),
+    "what cannot be copied": (lambda: trainer_tells(ReadsAGenerator()), ""),
+    "what cannot be copied, and is not needed": (lambda: trainer_tells(HoldsALock()), TELLS),
     "watched by a hook": (lambda: trainer_tells(Watched()), ""),
     "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
     "a Trial with a loss of its own": (lambda: trial_tells(mean_of_known), TELLS),
@@ -692,11 +705,11 @@ def test_the_log_says_why_a_default_comparison_is_left_out() -> None:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     try:
-        trainer_tells(HoldsALock())
+        trainer_tells(ReadsAGenerator())
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    assert any("The first batch is not compared" in each and "_thread.lock" in each for each in records), records
+    assert any("The first batch is not compared" in each and "not an iterator" in each for each in records), records
 
 
 @WORLD
@@ -891,6 +904,43 @@ def test_a_count_stays_one_after_a_comparison_of_a_batch_without_any(strategy: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "_RARELY", 0)
         return fit(strategy, CountsNoneAtFirst(), loader(29, 8), max_epochs=2)
+
+
+class LogsWithARoot(Net):
+    """What no parts give, beside what they give; it holds what cannot be copied, and compiled layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.written, self.last = threading.Lock(), open(os.devnull, "w"), torch.zeros(())
+        self.layers.compile(backend="eager")
+
+    def _log_all(self, batch: Any) -> None:
+        with self.lock:
+            self.last = super().training_step(batch, 0)
+            print(float(self.last), file=self.written)
+        self.log("root", self.last.exp(), on_step=False, on_epoch=True)
+        self.log("highest", self.last, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("rows", float(len(batch[0])), on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._log_all(batch)
+        return self.last
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_all(batch)
+
+
+@WORLD.as_on_one()
+def test_a_value_that_no_parts_give_does_not_spoil_those_beside_it(strategy: str) -> Any:
+    # An open file, a lock, a kept output or compiled layers left the comparison out, and with it all counts.
+    made = trainer(strategy, max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(LogsWithARoot(), loader(29, 8))
+        found = dict(made.callback_metrics)
+        (of_validation,) = made.validate(LogsWithARoot(), loader(13, 5, 9), verbose=False)
+    found |= {f"val_{name}": value for name, value in of_validation.items()}
+    return {name: value for name, value in found.items() if not name.endswith("root")}
 
 
 @WORLD.on(TWO)

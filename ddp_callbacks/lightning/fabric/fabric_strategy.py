@@ -240,6 +240,9 @@ class CallbackFabricMixin(ProcessesMixin):
             self._random.begin_pass(running)
         try:
             yield running
+        except GeneratorExit:  # a break, or a return
+            self._random.cut_pass(running)
+            raise
         finally:
             self._random.end(running)
             self._batches.leave(running)

@@ -6,6 +6,7 @@ after it, the body of the outer loop draws on for its batch. Loading draws outsi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -73,6 +74,13 @@ class LoopDraws:
         self._variables.warn(sums, get_rank())
         if get_rank() == 0:
             self._variables.warn_of_padding([rank for rank, pads in enumerate(padded) if pads])
+
+    def cut_pass(self, running: Pass) -> None:
+        """Warn, on rank 0, of what a pass that its loop leaves has counted. Local: other ranks may be elsewhere."""
+        if running in self._loops and get_rank() == 0:
+            changed, _ = self._variables.sums(self._loops.pop(running))
+            counts = {name: number for name, number in changed.items() if math.isnan(number)}
+            self._variables.warn([counts, counts], 0)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
