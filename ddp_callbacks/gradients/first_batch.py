@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -72,8 +73,7 @@ class Computation:
         for name, original in originals.items():
             setattr(dist, name, _refused(name, original, self.refused))
         try:
-            eager = torch.compiler.set_stance("force_eager")  # torch compiles code for each size
-            with in_step(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), eager:
+            with in_step(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), _eagerly():
                 return self.loss_of(copies, _copy_of(batch))
         finally:
             for name, original in originals.items():
@@ -89,6 +89,11 @@ class Computation:
             if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
                 layer.dropout = 0.0
         return nullcontext()
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Inside, compiled layers run as Python: torch compiles code for each size. Its import takes seconds."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _copy_of(batch: Any) -> Any:

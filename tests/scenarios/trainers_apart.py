@@ -57,7 +57,7 @@ class Random(Net):
 
     def on_train_epoch_end(self) -> None:
         self.log("outputs", torch.stack(self.outputs).sum(), sync_dist=True)
-        self.log("seen", float(self.seen["samples"]))
+        self.log("seen", float(self.seen["samples"]), sync_dist=True)
         self.outputs.clear()
 
 
