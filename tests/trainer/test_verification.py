@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import functools
 import io
 import logging
@@ -911,13 +912,13 @@ class LogsWithARoot(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock, self.written, self.last = threading.Lock(), open(os.devnull, "w"), torch.zeros(())
+        self.lock, self.rows, self.last = threading.Lock(), csv.writer(io.StringIO()), torch.zeros(())
         self.layers.compile(backend="eager")
 
     def _log_all(self, batch: Any) -> None:
         with self.lock:
             self.last = super().training_step(batch, 0)
-            print(float(self.last), file=self.written)
+            self.rows.writerow([float(self.last)])
         self.log("root", self.last.exp(), on_step=False, on_epoch=True)
         self.log("highest", self.last, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("rows", float(len(batch[0])), on_step=False, on_epoch=True)
