@@ -90,6 +90,7 @@ class Loop:
         self._before: dict[str, float] = {}
         self._ids: dict[str, int] = {}
         frame = next(_own_frames(), None)
+        self._code = None if frame is None else frame.f_code
         names = set() if frame is None else names_in(frame.f_code)
         self._collected = Collected(lambda _: reads_sizes(names))
         if frame is None:
@@ -108,6 +109,8 @@ class Loop:
 
     def end(self, frame: FrameType) -> dict[str, float]:
         """Return what has changed, by the name of the variable: numbers, NaN for a count, and checksums."""
+        if frame.f_code is not self._code:  # Python has collected an iterator that was left, wherever the program is
+            return {}
         running = running_in(frame.f_code)
         found = {name: of for name, of in _numbers(frame, running).items() if of != self._before.get(name)}
         for name, number in found.items():
