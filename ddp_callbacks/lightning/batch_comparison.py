@@ -32,7 +32,7 @@ def verify_first_batch(
     batches: Batches,
     draws: WholeDraws,
     arguments: Sequence[Any],
-) -> None:
+) -> bool:
     """Compare the gradient of the current batch with that of one process. A collective.
 
     This calls ``training_step`` two or three times, on copies of the module that log nothing. With manual optimization
@@ -46,12 +46,16 @@ def verify_first_batch(
         draws: Gives the batches their random numbers.
         arguments: The arguments of ``training_step`` after the batch.
 
+    Returns:
+        Whether the whole batch has a loss, as far as this rank knows.
+
     Raises:
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
     module, logged = trainer.lightning_module, dict[str, float]()
     silent, operations = _silent(trainer), _operations_in(trainer, "training_step")
+    has_loss = False
 
     def load() -> FirstBatch:
         warns = comparisons.verify == "warn"
@@ -63,16 +67,21 @@ def verify_first_batch(
             raise
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
+        nonlocal has_loss
         batch = _begin(copies[0], silent, logged, operations, batch)
         if module.automatic_optimization:
-            return _loss(copies[0].training_step(batch, *arguments))
-        return _first_loss(copies[0], copies[1], lambda: copies[0].training_step(batch, *arguments))
+            loss = _loss(copies[0].training_step(batch, *arguments))
+        else:
+            loss = _first_loss(copies[0], copies[1], lambda: copies[0].training_step(batch, *arguments))
+        has_loss = True  # the whole batch is the first to be computed
+        return loss
 
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
         computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws)
         comparisons.compare(computation, load, trainer.current_epoch)
     _note_operations(trainer, "training_step", operations)
+    return has_loss
 
 
 def compare_what_is_logged(

@@ -18,6 +18,7 @@ from ddp_callbacks.data.collected import Collected
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import note_part
+from ddp_callbacks.data.skipped import SkippedParts
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.first_batch import PURPOSE
@@ -67,6 +68,7 @@ class Run:
         self._comparisons = Comparisons(verify)
         self._compared: set[str] = set()  # steps, with the number of the loader, that no batch needs to be compared for
         self._losses = LossWatch()
+        self._skipped, self._has_gradient = SkippedParts(), False  # whether the current batch had a backward
         self.batches = batches
         self._checks: ReplicaChecks | None = None
         if synchronizer is not None:
@@ -215,33 +217,46 @@ class Run:
             SkippedBatchError: ``training_step`` has returned ``None`` on some ranks only; or on this rank, in a step in
                 which the ranks do not meet. Only with automatic optimization.
         """
-        loop = self._trainer.fit_loop
-        is_first = loop.total_batch_idx == 0  # not in a fit that goes on
-        is_compared = loop.batch_idx == 0 and self._comparisons.is_due(self._trainer.current_epoch, is_first)
-        if is_compared:
-            verify_first_batch(self._comparisons, self._trainer, self._loaders(), self.batches, self._draws, arguments)
-        elif self._is_automatic and is_first:
-            self.compare("training_step", arguments)
+        is_compared = self._compare_gradient(arguments)
         if self.batches.counts_samples:
             self._comparisons.look(self.batches.share)
         if (follower := self._synchronizer or self._local) is not None:
             follower.follow()
         if self._checks is not None:
             self._checks.times.mark("between steps")  # and hooks that come before
+        self._has_gradient = False
         with self.computing():
             output = step()
         if is_compared and self._comparisons.called and self.batches.sums:
             self._note_sums(output)
         self._weigh_for_callbacks()
         if not self._is_automatic:
+            if self._has_gradient:
+                self._skipped.note_gradient(self.batches.share.local)
+            else:
+                self._skipped.note_skipped(self.batches.share)
             return output
         meets = _logged.results_of(self._trainer).joins_steps
         skipped_by = self._exchange_skips(output is None) if meets else None
         if output is not None:
+            self._skipped.note_gradient(self.batches.share.local)
             return output
         if skipped_by is None or not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
+        self._skipped.note_skipped(self.batches.share)
         return SKIPPED
+
+    def _compare_gradient(self, arguments: Sequence[Any]) -> bool:
+        """Compare the gradient of this batch with that of one process, if it is due, and return whether it was."""
+        loop, trainer = self._trainer.fit_loop, self._trainer
+        is_first = loop.total_batch_idx == 0  # not in a fit that goes on
+        if loop.batch_idx > 0 or not self._comparisons.is_due(trainer.current_epoch, is_first):
+            if self._is_automatic and is_first:
+                self.compare("training_step", arguments)
+            return False
+        if verify_first_batch(self._comparisons, trainer, self._loaders(), self.batches, self._draws, arguments):
+            self._skipped.note_gradient(self.batches.share.total or 0)
+        return True
 
     def _note_sums(self, output: Any) -> None:
         """Let a loss that is a sum be logged as one, as no comparison can tell how it is joined. A collective."""
@@ -289,6 +304,7 @@ class Run:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Weigh the backward of ``loss`` inside by this rank's share of the batch. A collective if it synchronizes."""
         where = f"step {self._trainer.global_step}"
+        self._has_gradient = True
         self._losses.look(loss, self.batches.weight, self.batches.share.local, where)
         context: AbstractContextManager[None] = nullcontext()
         if self._local is not None:

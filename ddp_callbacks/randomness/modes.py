@@ -45,6 +45,7 @@ _CHECKPOINTING = checkpoint.__code__.co_filename
 _CALLS = nn.Module.__module__  # where hooks decide which way a layer is called
 _HOSTS = ("ddp_callbacks", "lightning", "pytorch_lightning", "torchbearer")
 _PERMUTED = "a permutation of the batch needs rows of other processes: mix samples in the data set"
+_SEEDS = "compiled code draws in a way of its own: set torch._inductor.config.fallback_random = True"
 _UNKNOWN = "how many numbers {} draws depends on rows of other processes"
 _NAMES = {"_sample_dirichlet": "Beta or Dirichlet", "_standard_gamma": "Gamma"}  # of distributions, by operator
 
@@ -221,6 +222,8 @@ class DrawingOperators(TorchDispatchMode):
                 return operator(**arguments)
 
     def _draw_whole(self, operator: Any, kind: Kind, arguments: Mapping[str, Any]) -> Any:
+        if kind == "seeds":
+            raise DrawByRankError(_SEEDS)
         shape = [arguments["n"]] if kind == "permuted" else sampled_shape(operator, arguments)
         self._drawn += 1
         self.draws += 1

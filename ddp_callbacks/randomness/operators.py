@@ -5,6 +5,7 @@ kind            how the whole batch is drawn
 ==============  ========================================================================================================
 ``filled``      each element takes the same draws, whatever the arguments are: draw for the whole shape
 ``permuted``    a permutation of the batch names rows of other ranks: draw by rank
+``seeds``       of code that torch.compile has made, which draws from them by element of a part: draw by rank
 ``other``       the number of draws depends on values of other ranks' rows, or is unknown: draw by rank
 ``nothing``     tagged, but this call draws nothing
 ==============  ========================================================================================================
@@ -21,13 +22,14 @@ import torch
 
 from ddp_callbacks._torch import OpOverload
 
-Kind = Literal["filled", "permuted", "other", "nothing"]
+Kind = Literal["filled", "permuted", "seeds", "other", "nothing"]
 
 _FILLED = {
     *("rand", "randn", "randint", "normal", "bernoulli", "uniform", "exponential", "random", "geometric", "cauchy"),
     *("log_normal", "rand_like", "randn_like", "randint_like", "multinomial", "native_dropout", "_fused_dropout"),
     "normal_functional",
 }
+_LEAST = torch.iinfo(torch.int64).min
 _NO_DRAW = {"_fused_sdp_choice", "_cudnn_init_dropout_state", "_nested_tensor_softmax_with_shape"}
 
 
@@ -46,6 +48,8 @@ def kind_of(operator: OpOverload, arguments: Mapping[str, Any]) -> Kind:
         return "nothing"
     if name == "randperm":
         return "permuted"
+    if operator is torch.ops.aten.randint.low_out and arguments["low"] == _LEAST:  # torch._inductor.ir.RandomSeeds
+        return "seeds"
     return "filled" if name in _FILLED else "other"
 
 

@@ -616,6 +616,22 @@ def test_compiled_code_stays_compiled() -> None:
     assert len(graphs) == 1
 
 
+def compiled_dropout(x: torch.Tensor) -> torch.Tensor:
+    """Draw from a seed, by number of element, as the code of torch._inductor does (ir.RandomSeeds)."""
+    limits = torch.iinfo(torch.int64)
+    seeds = torch.ops.aten.randint.low_out(limits.min, limits.max, [1], out=torch.empty(1, dtype=torch.int64))
+    return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(int(seeds)))
+
+
+def test_compiled_dropout_is_not_alike_on_all_ranks_and_is_named() -> None:
+    ranks = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
+    drawing = iter(ranks)
+    outputs, states = by_parts(lambda x: compiled_dropout(torch.ones_like(x)), (0, 3, 6), draws=lambda: next(drawing))
+    assert not torch.equal(*outputs.split(3)) and torch.equal(*states)
+    with pytest.warns(UserWarning, match=r"compiled code .* set torch\._inductor\.config\.fallback_random = True"):
+        ranks[1].warn()
+
+
 def test_the_rows_of_other_ranks_of_a_large_batch_are_passed_over() -> None:
     whole = torch.empty(2, 9, 5000).bernoulli_(0.3, generator=torch.Generator().manual_seed(1))
     part, at = torch.empty(2, 4, 5000), BatchDim(1, 1)

@@ -417,6 +417,22 @@ def test_a_loop_may_skip_batches_that_are_divided_unlike_the_next(strategy: str)
     return values(module)
 
 
+@WORLD.on(TWO)
+def test_parts_that_a_loop_leaves_out_because_they_are_small_are_named() -> None:
+    made = fabric(OURS)
+    model = made.setup(network())
+    batches, texts = made.setup_dataloaders(loader(20, 8)), []
+    for leaves_out in (lambda samples, _: samples < 3, lambda _, number: number == 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, (x, y) in enumerate(batches):
+                if not leaves_out(len(x), number):
+                    made.backward(nn.functional.cross_entropy(model(x), y))
+        texts.append([str(each.message) for each in caught if "has computed no gradient" in str(each.message)])
+    assert [len(said) for said in texts] == ([1, 0] if get_rank() == 0 else [0, 0])
+    assert all("(2 of 4 samples)" in said[0] for said in texts[:1] if said)
+
+
 def zipped(made: Fabric, model: Any) -> None:
     first, second = made.setup_dataloaders(loader(6, 3), loader(8, 4, 9))
     for (x, y), (other, labels) in zip(first, second, strict=True):

@@ -468,6 +468,7 @@ def told(run: Callable[[], Any]) -> str:
             "loss calls",
         ):
             warnings.filterwarnings("always", f"the {begins}")
+        warnings.filterwarnings("always", "rank 0 has computed no gradient")
         warnings.filterwarnings("always", ".*weight= counts nothing")
         warnings.filterwarnings("always", BY_PART)
         found = outcome(run)
@@ -883,6 +884,30 @@ def test_a_loss_that_communicates_is_named_where_parts_are_unequal() -> None:
         for rows in (24, 29)
     ]
     assert texts[0] == "" and texts[1].startswith(f"{says}batch are not equal (3 of 5") == (dist.get_rank() == 0)
+
+
+class LeavesOut(ByHand):
+    """Steps that leave out batches, such as small ones; automatic ones return ``None`` for them."""
+
+    def __init__(self, leaves_out: Callable[[int, int], bool], by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.leaves_out = not by_hand, leaves_out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.leaves_out(len(batch[0]), batch_idx):
+            return None
+        step = Net if self.automatic_optimization else ByHand
+        return step.training_step(self, batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_parts_that_a_step_leaves_out_because_they_are_small_are_named() -> None:
+    # One process trains on the last batch, or on all, and nothing told.
+    ways = [lambda samples, _: samples < 3, lambda _, number: number == 1, lambda samples, _: samples < 5]
+    for by_hand in (False, True):
+        texts = [trainer_tells(LeavesOut(leaves_out, by_hand), loader(20, 8)) for leaves_out in ways]
+        parts = [re.sub(r".* of a batch \((.*?) samples.*", r"\1", text) for text in texts]
+        assert parts == (["2 of 4", "", "4 of 8"] if dist.get_rank() == 0 else ["", "", ""])
 
 
 @WORLD.as_on_one()

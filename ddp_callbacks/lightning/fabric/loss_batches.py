@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.nested import arrays_in
 from ddp_callbacks.data.shares import Share
+from ddp_callbacks.data.skipped import SkippedParts
 from ddp_callbacks.errors import ConfigurationError
 
 _ROUNDING = 1e-12  # relative error of a quotient of two weights
@@ -52,15 +53,24 @@ class Pass:
     Attributes:
         draws: The batches that a later loss may be of.
         is_over: Whether no batch follows.
+        skipped: Finds those that the loop leaves out.
     """
 
     draws: list[Draw] = field(default_factory=list)
     is_over: bool = False
+    skipped: SkippedParts = field(default_factory=SkippedParts)
 
     @property
     def is_trained(self) -> bool:
         """Whether there was a backward of all batches."""
         return all(draw.is_trained for draw in self.draws)
+
+    def forget(self, end: int | None) -> None:
+        """Forget the batches before this one, or all."""
+        for draw in self.draws[:end]:
+            if not draw.is_trained:
+                self.skipped.note_skipped(draw.share)
+        del self.draws[:end]
 
 
 class Batches:
@@ -82,6 +92,9 @@ class Batches:
     def leave(self, running: Pass) -> None:
         """Note that a pass has ended."""
         running.is_over = True
+        for draw in running.draws:
+            if not draw.is_trained:
+                running.skipped.note_skipped(draw.share)
         self._passes = [known for known in self._passes if known is not running or not running.is_trained]
 
     def compute(self, inputs: Any) -> None:
@@ -132,10 +145,12 @@ class Batches:
             draw.is_trained = True
         for running in self._passes:
             last = [index for index, draw in enumerate(running.draws) if draw in chosen][-2:]
+            for index in last:
+                running.skipped.note_gradient(running.draws[index].share.local)
             if last:
-                del running.draws[: last[0]]
+                running.forget(last[0])
             else:
-                del running.draws[: None if running.is_over else -_MOST_AHEAD]
+                running.forget(None if running.is_over else -_MOST_AHEAD)
         self._passes = [running for running in self._passes if running.draws]
 
 
