@@ -25,7 +25,8 @@ def require_same_data(dataset: Any, name: str, group: dist.ProcessGroup | None) 
     require_agreement(
         {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(dataset))},
         "the data",
-        "Every process takes its part of the same data: give random_split a seed, and read the same files.",
+        "Every process takes its part of the same data: seed what draws or splits it (torch.manual_seed), and read the "
+        "same files.",
         group,
     )
 

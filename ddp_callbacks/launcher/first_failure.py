@@ -150,7 +150,7 @@ class End:
             which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
         ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
-        why = textwrap.shorten((self.told or "").partition("\n")[0].rstrip("."), _SHORT, placeholder=" ...")
+        why = textwrap.shorten((self.told or "").partition("\n")[0].rstrip(".:"), _SHORT, placeholder=" ...")
         return f"{self} has failed, but still runs: {why}{'' if why.endswith('.') else '.'} {ends}"
 
     def fail(self) -> None:
@@ -257,8 +257,18 @@ def first_cause(ends: Sequence[End], losses: Sequence[Sequence[End]] = ()) -> Ca
 def _first(ends: Sequence[End]) -> End | None:
     votes = _votes(ends)
     failed = [end for end in ends if end.has_failed or end.rank in votes]
-    return min(
+    first = min(
         failed, key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began), default=None
+    )
+    if first is not None and first.printed and _are_alike(first, ends):  # rank 0's traceback is on the terminal
+        return min(ends, key=lambda end: end.rank or 0)
+    return first
+
+
+def _are_alike(first: End, ends: Sequence[End]) -> bool:
+    """Whether all ranks have failed for the same reason."""
+    return len(ends) > 1 and all(
+        end.has_failed and end.told == first.told and (end.printed or end.code == first.code) for end in ends
     )
 
 
@@ -295,10 +305,9 @@ def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     if first.rank is None:
         return f"{first}: {reason}"
     if first.has_failed and not (is_named and first.is_ours):
-        are_alike = len(ends) > 1 and all(
-            end.told == first.told and (end.printed or end.code == first.code) for end in ends
+        all_have = (
+            ", like every rank," if _are_alike(first, ends) or "MismatchError" in reason.partition(":")[0] else ""
         )
-        all_have = ", like every rank," if are_alike or "MismatchError" in reason.partition(":")[0] else ""
         gone = [f"{end} exited with code {end.code}" for end in ends if end.code in (0, EXIT_PREEMPTED)]
         before = f". Before, {', '.join(gone)}" if gone and first.follows else ""
         return f"{first}{all_have} failed with exit code {first.code}: {reason}{before}"

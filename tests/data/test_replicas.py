@@ -461,7 +461,7 @@ def test_data_that_differ_are_named_and_so_are_keys_that_cannot_be_sent() -> Non
     split, _ = random_split(numbers, [6, 3], torch.Generator().manual_seed(rank))
     labels = TensorDataset(torch.zeros(9, 2), (torch.arange(9) + rank) % 3)
     different = {
-        r"Subset: checksum of its indices and labels: (.|\n)*give random_split a seed": split,
+        r"Subset: checksum of its indices and labels: (.|\n)*seed what draws or splits it": split,
         "TensorDataset: checksum of its indices and labels: ": labels,
     }
     for says, dataset in different.items():

@@ -16,6 +16,7 @@ from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.shares import BatchSize, Share
+from ddp_callbacks.data.skipped import SkippedParts
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.gradients.comm_hooks import CommHook
@@ -224,15 +225,16 @@ class CallbackFabricMixin(ProcessesMixin):
         return WholeDraws(self._models.whole(), by_rank=self.randomness == "by_process")
 
     @contextmanager
-    def running_pass(self, draws: WholeDraws | None) -> Iterator[Pass]:
+    def running_pass(self, draws: WholeDraws | None, skipped: SkippedParts) -> Iterator[Pass]:
         """Surround a pass over a loader. A collective if the loader is divided.
 
         Before a pass, and after one that was completed, buffers are merged, and all ranks get rank 0's random state.
 
         Args:
             draws: ``None``: the loader is not divided.
+            skipped: Is told of the loader's batches.
         """
-        running = Pass()
+        running = Pass(skipped)
         if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():
@@ -241,6 +243,7 @@ class CallbackFabricMixin(ProcessesMixin):
         try:
             yield running
         except GeneratorExit:  # a break, or a return
+            running.is_cut = True
             self._random.cut_pass(running)
             raise
         finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.data.sharding import ShardedLoader, with_shares
+from ddp_callbacks.data.skipped import SkippedParts
 from ddp_callbacks.randomness import WholeDraws
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class WatchedLoader:
         self._at_least = 1
         self._part = strategy.divide(loader, 1) if divides else loader
         self._draws: WholeDraws | None = None  # of the bodies of loops over it
+        self._skipped = SkippedParts()
 
     def __len__(self) -> int:
         return len(self._part)
@@ -39,7 +41,7 @@ class WatchedLoader:
             self._at_least, self._part = at_least, self._strategy.divide(self._of_user, at_least)
         if self._draws is None and isinstance(self._part, ShardedLoader):
             self._draws = self._strategy.draws()
-        with self._strategy.running_pass(self._draws) as running:
+        with self._strategy.running_pass(self._draws, self._skipped) as running:
             for batch, share in self._strategy.loading(with_shares(self._part)):
                 with self._strategy.computing(running, batch, share, self._draws):
                     yield batch

@@ -51,14 +51,16 @@ class Pass:
     """A pass over a loader.
 
     Attributes:
+        skipped: Finds batches that the loop leaves out.
         draws: The batches that a later loss may be of.
         is_over: Whether no batch follows.
-        skipped: Finds those that the loop leaves out.
+        is_cut: Whether the loop has left it, so that its last batch may be one that it does not want.
     """
 
+    skipped: SkippedParts
     draws: list[Draw] = field(default_factory=list)
     is_over: bool = False
-    skipped: SkippedParts = field(default_factory=SkippedParts)
+    is_cut: bool = False
 
     @property
     def is_trained(self) -> bool:
@@ -68,7 +70,7 @@ class Pass:
     def forget(self, end: int | None) -> None:
         """Forget the batches before this one, or all."""
         for draw in self.draws[:end]:
-            if not draw.is_trained:
+            if not draw.is_trained and not self.is_cut:
                 self.skipped.note_skipped(draw.share)
         del self.draws[:end]
 
@@ -92,9 +94,6 @@ class Batches:
     def leave(self, running: Pass) -> None:
         """Note that a pass has ended."""
         running.is_over = True
-        for draw in running.draws:
-            if not draw.is_trained:
-                running.skipped.note_skipped(draw.share)
         self._passes = [known for known in self._passes if known is not running or not running.is_trained]
 
     def compute(self, inputs: Any) -> None:
