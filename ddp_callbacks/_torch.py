@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -31,6 +31,7 @@ PRIVATE = (
     "torch:_C._functorch.is_functorch_wrapped_tensor",
     "torch:_C._dispatch_has_kernel_for_dispatch_key",
     "torch:_C._storage_Use_Count",
+    "torch:_C._will_engine_execute_node",
     "torch:_foreach_copy_",
     "torch:_lazy_clone",
     "torch:Tensor._post_accumulate_grad_hooks",
@@ -321,6 +322,15 @@ def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
     backends = {device.type: group._get_backend(device) for device in devices_of(group)}
     on_cpu = backends.pop("cpu", None)
     return [backend for backend in backends.values() if backend is not on_cpu]
+
+
+def computes_gradient_of(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether the backward in which this is called, by a hook, computes the gradient of one of the parameters."""
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # one is returned by torch.autograd.grad
+        return True
 
 
 def sequence_number(group: dist.ProcessGroup | None) -> int:

@@ -23,6 +23,7 @@ from ddp_callbacks.process_group.presence import exchanges_by_now
 _LEAST = 2  # new entries: one may be that of a pass
 _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
+_SMALL = 1 << 12  # numbers in an array that is an entry
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
 OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
@@ -65,17 +66,23 @@ class Collected:
         self._begun: dict[str, float] = {}  # numbers before the first batch
         self.counts: list[float] = []
 
-    def begin(self, owners: Iterable[Any]) -> None:
-        """Note, before the first batch, what these objects hold."""
+    def begin(self, owners: Iterable[Any], carried: Iterable[str] = ()) -> None:
+        """Note, before the first batch, what these objects hold.
+
+        Args:
+            carried: Attributes that carry something from batch to batch, in addition to those that their code names.
+        """
         self._owners = [each for each in owners if may_collect(each)]
         self._modules = [each for each in self._owners if isinstance(each, torch.nn.Module)]
         self._owners += [layer for module in self._modules for layer in _own_layers(module)]
         self._before, self._new, self._begin = {}, {}, time.monotonic()
-        self._carried, self._sizes = {name for each in self._owners for name in carried_by(each)}, set()
+        self._carried, self._sizes = {*carried, *(name for each in self._owners for name in carried_by(each))}, set()
+        trained = _memory_of(self._modules)
         with suppress(Exception):  # an object of the user's may not answer what it is asked
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
-                    self._before[name] = _mark(held)
+                    if not (_is_entry(name, held) and _memory(held) in trained):  # of a state_dict
+                        self._before[name] = _mark(held)
         self._samples = self._batches = 0
         self._begun, self.counts = dict(self._numbers()), []
 
@@ -106,8 +113,9 @@ class Collected:
         with suppress(Exception):
             for name, held in _held_by(self._owners):
                 with suppress(Exception):
-                    is_carried = self._is_carried(name, held)
-                    new = None if _whole(name) in self._warned else _new_in(held, self._before.get(name), is_carried)
+                    if _whole(name) in self._warned or (_is_entry(name, held) and name not in self._before):
+                        continue
+                    new = _new_in(held, self._before.get(name), self._is_carried(name, held))
                     if new is not None and not _is_moment(new, seconds):
                         self._new[name] = checksum_of(new)
         for name, number in self._numbers():
@@ -149,6 +157,21 @@ def _whole(name: str) -> str:
     return name.partition("[")[0]
 
 
+def _is_entry(name: str, held: Any) -> bool:
+    """Whether this is an array in a list or dict."""
+    return is_array(held) and name != _whole(name)
+
+
+def _memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Return where the parameters and buffers of modules are."""
+    own = itertools.chain.from_iterable((*each.parameters(), *each.buffers()) for each in modules)
+    return {_memory(each) for each in own}
+
+
+def _memory(array: Any) -> int:
+    return int(array.data_ptr()) if isinstance(array, torch.Tensor) else id(array)
+
+
 def _mark(held: Any) -> Any:
     """Return what tells later whether this has changed, without keeping it."""
     if is_array(held):
@@ -173,7 +196,8 @@ def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
             return [*held]
         length = len(before)
     if _length(held) - length >= _LEAST:  # the first may be of a comparison, for which all ranks compute a whole batch
-        return [*held][length + 1 :] if isinstance(before, list) and type(held[-1]) in (int, float) else held[-1]
+        is_short = isinstance(before, list) and type(held[-1]) in (int, float)
+        return [*held][length + 1 :] if is_short else [held[length + 1], held[-1]]  # all ranks may compute the last
     is_same = is_array(held) and (is_carried or held is known())
     return held if is_same and _size(held) <= _LARGEST and checksum_of(held) != checksum else None
 
@@ -226,14 +250,16 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
 
 
-def _within(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+def _within(name: str, value: Any, kinds: tuple[type, ...], depth: int = 2) -> Iterator[tuple[str, Any]]:
     if type(value) in kinds or is_array(value):
         yield name, value
-    if isinstance(value, dict):
-        entries = list(itertools.islice(dict.items(value), _ENTRIES))
-        yield from ((f"{name}[{key!r}]", each) for key, each in entries if type(each) in kinds)
-    if isinstance(value, list):
-        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value[:_ENTRIES]) if type(each) is list)
+    if not depth or not isinstance(value, dict | list):
+        return
+    of_entries = kinds if isinstance(value, dict) else (list,)
+    entries: Iterable[Any] = dict.items(value) if isinstance(value, dict) else enumerate(value)
+    for key, each in list(itertools.islice(entries, _ENTRIES)):
+        if type(each) in of_entries or isinstance(each, dict) or (is_array(each) and _size(each) <= _SMALL):
+            yield from _within(f"{name}[{key!r}]", each, of_entries, depth - 1)
 
 
 def may_collect(owner: Any) -> bool:

@@ -13,15 +13,16 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _TAKES_ALL = {"sum", "max", "min", "list", "tuple", "set", "sorted", "mean", "fmean", "stack", "cat"}
 
 
-def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str]) -> set[str]:
-    """Return the names of variables that are passed to these functions, or to what calls them, in any way.
+def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str], results_of: Iterable[str]) -> set[str]:
+    """Return the names of variables that are passed to an exchange, or to what calls one, in any way, or come from one.
 
     A function's own variable is ``"function.name"``; all others, and attributes, have their plain name. A comprehension
     is ``"line 7"``.
 
     Args:
         trees: The program's files.
-        exchanges: Names of functions and methods.
+        exchanges: Names of functions and methods that exchange.
+        results_of: Those whose results are of all processes.
     """
     places = [place for tree in trees for place in _walk(tree, ())]
     functions = {place.node.name: place.node for place in places if isinstance(place.node, _Function)}
@@ -33,7 +34,10 @@ def gathered_in(trees: Iterable[ast.AST], exchanges: Iterable[str]) -> set[str]:
             found |= place.names(*place.node.args, *place.node.keywords)
     while new := {name for targets, sources in flows if targets & found for name in sources} - found:
         found |= new
-    return found
+    made, results = [flow for place in places for flow in place.made()], _callers(functions, set(results_of))
+    while new := {name for targets, sources in made if sources & results for name in targets} - results:
+        results |= new
+    return found | results
 
 
 def comprehensions_in(trees: Iterable[ast.AST]) -> set[str]:
@@ -61,7 +65,7 @@ class _Place(NamedTuple):
     def _full_name(self, name: str) -> str:
         return next((f"{function}.{name}" for function, own in reversed(self.scopes) if name in own), name)
 
-    def flows(self, functions: dict[str, _Function]) -> Iterator[_Flow]:
+    def made(self) -> Iterator[_Flow]:
         match self.node:
             case ast.Assign(targets=targets, value=value):
                 yield self.names(*targets), self.names(value)
@@ -73,14 +77,16 @@ class _Place(NamedTuple):
                 yield self.names(target), self.names(value)
             case ast.Return(value=ast.expr() as value) if self.scopes:
                 yield {self.scopes[-1][0]}, self.names(value)
-            case ast.Call(func=function) as call:
-                if isinstance(function, ast.Attribute) and function.attr in _FILLS:
-                    yield self.names(function.value), self.names(call)
-                if (called := functions.get(_name_of(call))) is not None:
-                    for parameter, value in _arguments(call, called):
-                        given, parameters = self.names(value), {f"{called.name}.{parameter}"}
-                        yield parameters, given
-                        yield given, parameters  # both may be the same object
+            case ast.Call(func=ast.Attribute(attr=filling) as function) as call if filling in _FILLS:
+                yield self.names(function.value), self.names(call)
+
+    def flows(self, functions: dict[str, _Function]) -> Iterator[_Flow]:
+        yield from self.made()
+        if isinstance(self.node, ast.Call) and (called := functions.get(_name_of(self.node))) is not None:
+            for parameter, value in _arguments(self.node, called):
+                given, parameters = self.names(value), {f"{called.name}.{parameter}"}
+                yield parameters, given
+                yield given, parameters  # both may be the same object
 
 
 def _walk(node: ast.AST, scopes: tuple[tuple[str, set[str]], ...]) -> Iterator[_Place]:

@@ -83,7 +83,11 @@ class LoopVariables:
 
 
 class Loop:
-    """What a loop can collect in: numbers, and the lists, arrays and objects of the program's, of its variables."""
+    """What a loop can collect in: numbers, and the lists, arrays and objects of the program's, of its variables.
+
+    Attributes:
+        reads_sizes: Whether its code may ask for the size of a batch.
+    """
 
     def __init__(self) -> None:
         self.has_padded = False  # this rank has had no sample of a batch
@@ -92,15 +96,17 @@ class Loop:
         frame = next(_own_frames(), None)
         self._code = None if frame is None else frame.f_code
         names = set() if frame is None else names_in(frame.f_code)
-        self._collected = Collected(lambda _: reads_sizes(names))
+        self.reads_sizes = reads_sizes(names)
+        self._collected = Collected(lambda _: self.reads_sizes)
         if frame is None:
             return
-        self._before = _numbers(frame, running_in(frame.f_code))
+        running = running_in(frame.f_code)
+        self._before = _numbers(frame, running)
         # An object of the program's, whose attributes are the variables.
         self._variables = type(_LOOP, (), {"__module__": frame.f_globals.get("__name__", "")})()
         with suppress(Exception), self._of(_holders(frame)) as held:  # an object may not answer what it is asked
             self._ids = {name: id(each) for name, each in held.items()}
-            self._collected.begin([self._variables])
+            self._collected.begin([self._variables], running)
 
     def note(self, samples: int) -> None:
         """Note that a batch begins, of which this rank has so many samples."""
@@ -202,7 +208,7 @@ class Gathered:
         with suppress(SyntaxError, ValueError):
             files = {code.co_filename for code in codes}
             trees = [ast.parse("".join(linecache.getlines(file))) for file in files]
-            self.comprehensions, self._names = comprehensions_in(trees), gathered_in(trees, _EXCHANGES)
+            self.comprehensions, self._names = comprehensions_in(trees), gathered_in(trees, _EXCHANGES, EXCHANGES)
 
     def has(self, name: str, code: CodeType) -> bool:
         """Whether a variable of this code, or an attribute of ``self``, reaches an exchange."""

@@ -75,10 +75,15 @@ def measures(owner: Any) -> bool:
 
 
 def running_in(code: CodeType) -> set[str]:
-    """Return the variables that a statement of this code computes from themselves, without those of what measures."""
+    """Return the variables that a statement of this code computes from themselves, without those of what measures.
+
+    Functions inside may do so, too.
+    """
     if not _CLOCKS.isdisjoint(code.co_names):
         return set()
-    read, running = dict[str, Any](), set[str]()  # the line in which each was last read
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    running = {name for each in inner for name in running_in(each) & {*each.co_freevars}}
+    read = dict[str, Any]()  # the line in which each was last read
     for each in dis.get_instructions(code):
         if not _OF_VARIABLE.search(each.opname) or each.positions is None:
             continue
@@ -124,12 +129,14 @@ def carried_by(owner: Any) -> set[str]:
 
 @functools.cache
 def _carried(code: CodeType) -> frozenset[str]:
-    read, carried = set[str](), set[str]()
+    read, carried = list[str](), set[str]()
     for each in dis.get_instructions(code):
         if each.opname in _READS:
-            read.add(each.argval)
+            read.append(each.argval)
         elif each.opname in _ASSIGNS and each.argval in read:
             carried.add(each.argval)
+        elif each.opname == "STORE_SUBSCR":  # an entry, of what was read last, but for the key
+            carried.update(name for name in read[-2:] if read.count(name) > 1)
     return frozenset(carried)
 
 

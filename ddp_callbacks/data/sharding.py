@@ -76,8 +76,8 @@ class ShardedLoader:
         self.limit: int | None = None
         self._running: weakref.ref[ShardedIterator] | None = None
         divider = Divider(division, get_rank(group), get_world_size(group), at_least)
-        before = divide_before_loading(loader, divider, group)
-        self._source: DividedLoader = before or AfterLoading(loader, divider, group, self.is_resumable)
+        source: DividedLoader | None = divide_before_loading(loader, divider, group)
+        self._source = AfterLoading(loader, divider, group, self.is_resumable) if source is None else source
         if has_state(loader) and not has_state(type(self)):
             # Protocols look for attributes of the object. Every rank draws all batches of such a loader, so its state
             # is that of a single process, the same on all ranks, and can be loaded with any number of ranks.

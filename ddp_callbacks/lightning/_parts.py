@@ -6,11 +6,13 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ddp_callbacks._torch import computes_gradient_of
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require
 
 # Methods and attributes that this library replaces during a run.
@@ -82,6 +84,9 @@ PRIVATE_OF_FABRIC = (
     "strategies:DDPStrategy._configure_launcher(self)",
     "strategies:DDPStrategy._set_world_ranks(self)",
     "strategies:DDPStrategy._setup_distributed(self)",
+    "wrappers:_FabricModule._register_backward_hook(self, tensor)",
+    "wrappers:_backward_hook(requires_backward)",
+    "wrappers:_in_fabric_backward",
 )
 
 
@@ -91,6 +96,26 @@ PRIVATE_OF_FABRIC = (
 def seed_workers(package: str, loader: object, rank: int) -> None:
     """Seed a loader's workers by the rank, if the program has called ``seed_everything(workers=True)``."""
     importlib.import_module(f"{FABRIC[package]}.utilities.data")._auto_add_worker_init_fn(loader, rank)
+
+
+def allow_gradients_of_inputs(package: str) -> None:
+    """Let ``torch.autograd.grad`` compute gradients of a model's inputs, where Fabric asks for ``fabric.backward``."""
+    wrappers = importlib.import_module(f"{FABRIC[package]}.wrappers")
+    asks = wrappers._FabricModule._register_backward_hook
+    if hasattr(asks, "__wrapped__"):
+        return
+
+    def hook(module: Any, _: Any) -> None:
+        if not wrappers._in_fabric_backward and computes_gradient_of(module.parameters()):
+            wrappers._backward_hook(True)
+
+    @functools.wraps(asks)
+    def register(module: Any, tensor: Any) -> Any:
+        if tensor.requires_grad:
+            tensor.register_hook(functools.partial(hook, module))
+        return tensor
+
+    wrappers._FabricModule._register_backward_hook = register
 
 
 def silent_logger(package: str) -> Any:

@@ -254,8 +254,8 @@ class Run:
             if self._is_automatic and is_first:
                 self.compare("training_step", arguments)
             return False
-        if verify_first_batch(self._comparisons, trainer, self._loaders(), self.batches, self._draws, arguments):
-            self._skipped.note_gradient(self.batches.share.total or 0)
+        has_loss = verify_first_batch(self._comparisons, trainer, self._loaders(), self.batches, self._draws, arguments)
+        self._skipped.whole_has_one = has_loss
         return True
 
     def _note_sums(self, output: Any) -> None:

@@ -119,6 +119,7 @@ def without_loss(trainer: Any, skipped_by: Sequence[bool] | None) -> str:
     others = [str(rank) for rank, has_none in enumerate(skipped_by) if not has_none]
     have = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} {'have' if len(others) > 1 else 'has'}"
     return (
-        f"{begin}, where {have} a loss. All processes must skip a batch, or none. To skip the whole batch whenever one "
-        'process returns None, use CallbackStrategy(skip_batch="no_loss").'
+        f"{begin}, where {have} a loss. All processes must skip a batch, or none. If only a part has nothing to learn "
+        "from, let its loss be zero (output.sum() * 0), and say by weight= what counts. To skip the whole batch "
+        'whenever one process returns None, use CallbackStrategy(skip_batch="no_loss").'
     )

@@ -225,6 +225,26 @@ def gan(strategy: Any) -> Any:
     return values(generator, judge)
 
 
+class Pairs:
+    """Batches of which nobody knows the number."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[*range(start, start + 7)] for start in range(0, 28, 7)])
+
+
+@scenario
+def a_gradient_penalty_and_batches_of_unknown_number(strategy: Any) -> Any:
+    """``torch.autograd.grad`` for a model's inputs, which may be computed before ``fabric.backward``."""
+    made = fabric(strategy)
+    judge: Any = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    judge, optimizer = made.setup(judge, sgd(judge))
+    for x, _ in made.setup_dataloaders(DataLoader(loader(28).dataset, batch_sampler=Pairs())):
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(judge(given).sum(), given, create_graph=True)
+        learn(made, judge(x).mean() + (slope.norm(dim=1) - 1).square().mean(), optimizer)
+    return values(judge)
+
+
 @scenario
 def a_model_that_some_ranks_do_not_use(strategy: Any) -> Any:
     made = fabric(strategy)

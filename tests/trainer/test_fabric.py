@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,7 +253,13 @@ class Runner:
         self.total, self.batches, self.meter = 0.0, 0, Meter()
 
     def run(self) -> None:
-        made, losses, row, shown = fabric(OURS), list[float](), {"sum": 0.0}, [0.0, 0.0]
+        made, losses, row, shown = fabric(OURS), list[float](), {"of": {"sum": 0.0}}, [0.0, 0.0]
+        table, inner = torch.zeros(3), 0.0
+
+        def add(number: float) -> None:
+            nonlocal inner
+            inner += number
+
         meter, batch_time, kept = Meter(), Meter(), torch.zeros(4)
         batches = made.setup_dataloaders(loader(13, 4))
         for number, (x, _) in enumerate(batches):
@@ -263,7 +268,9 @@ class Runner:
             self.batches += 1
             shown[1] = float(number)
             losses.append(float(of_batch))
-            row["sum"] += losses[-1]
+            row["of"]["sum"] += losses[-1]
+            table = table + of_batch
+            add(losses[-1])
             kept[number] = of_batch
             self.total += parts[0]
             self.meter.update(losses[-1], len(x))
@@ -279,7 +286,7 @@ def test_what_a_loop_collects_in_meters_lists_and_arrays_is_named() -> None:
         patch.setattr(loop_variables, "Gathered", gathering())
         Runner().run()
     names = [set(re.findall(r"run\.([\w.]+)", str(each.message))) for each in caught if "itself" in str(each.message)]
-    expected = {"losses", "row", "kept", "meter", "self.total", "self.meter"}
+    expected = {"losses", "row", "kept", "meter", "self.total", "self.meter", "table", "inner"}
     assert names == ([expected] if get_rank() == 0 else [])
 
 
@@ -332,15 +339,23 @@ def evaluate():
 
 train(watch, loader)
 fabric.all_reduce(watch.sum)
+
+def count(loader):
+    seen = rows = 0
+    for x, y in loader:
+        labels = fabric.all_reduce(y).flatten()
+        seen += len(labels)
+        rows += len(y)
 """
 
 
 def test_variables_that_a_program_gathers_are_found_through_functions_and_lists() -> None:
-    found = gathered_in([ast.parse(GATHERS)], {"all_reduce", "all_gather_object"})
+    found = gathered_in([ast.parse(GATHERS)], {"all_reduce", "all_gather_object"}, {"all_reduce"})
     in_functions = {"meet.value", "validate.total", "validate.count"}
     assert {"loss", "found", "number", "row", "parts"} | in_functions <= found
     assert {"evaluate.losses", "watch", "train.meter"} <= found
-    assert found.isdisjoint({"other", "shown", "train.losses"})
+    assert {"shown", "count.labels", "count.seen"} <= found
+    assert found.isdisjoint({"other", "count.rows", "train.losses"})
 
 
 @WORLD.on(TWO)
@@ -418,33 +433,28 @@ def test_a_loop_may_skip_batches_that_are_divided_unlike_the_next(strategy: str)
     return values(module)
 
 
-def cut_at(batches: Any, last: int) -> Iterator[Any]:
-    """Leave a loop with the batch of this number, which is drawn."""
-    for number, batch in enumerate(batches):
-        if number == last:
-            return
-        yield batch
+def left_out(leaves_out: Callable[[int, int], bool], last: int = 3) -> str:
+    """What is said of a loop that leaves out batches by the size of a part, or their number."""
+    made = fabric(OURS)
+    model = made.setup(network())
+    batches = made.setup_dataloaders(loader(20, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for number, (x, y) in enumerate(batches):
+                if number == last:
+                    break
+                if not leaves_out(len(x), number):
+                    made.backward(nn.functional.cross_entropy(model(x), y))
+    text = "".join(str(each.message) for each in caught if "has computed no gradient" in str(each.message))
+    return re.sub(r".*\((.*) samples\), (\w+).*", r"\1 \2", text)
 
 
 @WORLD.on(TWO)
 def test_parts_that_a_loop_leaves_out_because_they_are_small_are_named() -> None:
-    made = fabric(OURS)
-    model = made.setup(network())
-    texts = []
-    for leaves_out, last in (
-        (lambda samples, _: samples < 3, 3),
-        (lambda _, number: number == 1, 3),
-        (lambda *_: False, 2),
-    ):
-        batches = made.setup_dataloaders(loader(20, 8))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for number, (x, y) in itertools.chain(*(enumerate(cut_at(batches, last)) for _ in range(2))):
-                if not leaves_out(len(x), number):
-                    made.backward(nn.functional.cross_entropy(model(x), y))
-        texts.append([str(each.message) for each in caught if "has computed no gradient" in str(each.message)])
-    assert [len(said) for said in texts] == ([1, 0, 0] if get_rank() == 0 else [0, 0, 0])
-    assert all("(2 of 4 samples)" in said[0] for said in texts[:1] if said)
+    small, first = left_out(lambda samples, _: samples < 3), left_out(lambda _, number: number == 1)
+    ended, whole = left_out(lambda *_: False, last=2), left_out(lambda samples, _: samples < 8)
+    assert [small, first, ended, whole] == (["2 of 4 but", "", "", "4 of 8 nor"] if get_rank() == 0 else [""] * 4)
 
 
 def zipped(made: Fabric, model: Any) -> None:

@@ -337,6 +337,8 @@ class Accumulates(Net):
         self.steps, self.last, self.since, self.silent = 0, torch.zeros(()), 0.0, list[Silent]()
         self.center, self.hidden = torch.zeros(2), torch.zeros(4)
         self.others = torch.nn.ModuleList([Centers(), OwnSum()])
+        self.sums, self.slots, self.shown = {"n": torch.zeros(2)}, [torch.zeros(2)], {"last": torch.zeros(2)}
+        self.states = dict(self.state_dict())
         self.table = np.full(1, None)
         self.table[0] = Silent()
 
@@ -353,10 +355,13 @@ class Accumulates(Net):
         SEEN.append(loss.item())
         self.silent.append(Silent())  # cannot be compared
         self.center = 0.9 * self.center + loss.detach()
+        self.sums["n"] = self.sums["n"] + loss.detach()
+        self.slots[0] += loss.detach()
         for layer in self.others:
             layer.update(loss.detach())
         # The same on all processes, replaced in each step, of each sample, or a time:
         self.hidden = self.hidden + batch[0][:4, 0]
+        self.shown["last"] = loss.detach().repeat(2)
         self.steps, self.last, self.since = self.steps + 1, loss.detach(), time.perf_counter()
         return loss
 
@@ -398,7 +403,19 @@ def accumulating() -> Any:
 
 def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
     (text,) = WORLD.returned(accumulating)[0]
-    names = "baseline", "rows", "memory", "meter.sum", "losses[1]", "seen", "recent", "confusion", "center"
+    names = (
+        "baseline",
+        "rows",
+        "memory",
+        "meter.sum",
+        "losses[1]",
+        "seen",
+        "recent",
+        "confusion",
+        "center",
+        "sums['n']",
+        "slots[0]",
+    )
     others = "SumsItsPart.sampler.weights", "SumsItsPart.total", "Centers.center"
     expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", *others])
     assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")

@@ -138,6 +138,7 @@ class CallbackFabricMixin(ProcessesMixin):
         Returns:
             ``module`` itself.
         """
+        _parts.allow_gradients_of_inputs(self.package)
         if self.world_size > 1:
             self._models.add(module, {"batch_size": self._batch_size})
         return module
@@ -234,7 +235,7 @@ class CallbackFabricMixin(ProcessesMixin):
             draws: ``None``: the loader is not divided.
             skipped: Is told of the loader's batches.
         """
-        running = Pass(skipped)
+        running = Pass(skipped, is_computed=self._models.synchronizer is None)
         if draws is not None:
             self._models.merge_buffers()
             for metric in metrics_of_program():

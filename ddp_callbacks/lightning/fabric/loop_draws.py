@@ -30,6 +30,7 @@ class LoopDraws:
         self._state, self._variables = RunRandomState(), LoopVariables()
         self._loops = WeakKeyDictionary[Pass, Loop]()
         self._bodies: dict[Pass, _Body] = {}  # that of the batch drawn last comes last
+        self._of_cut: dict[str, float] = {}  # what passes have changed that their loops have left
 
     def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield ``batches``, which are loaded outside of bodies."""
@@ -67,7 +68,9 @@ class LoopDraws:
         """Like :meth:`begin_pass`, after a pass whose bodies had ``draws``; warn of what is not of the whole batch."""
         with self._outside():
             self._state.draws = draws
-            own = [self._state.report(), *self._variables.sums(self._loops.pop(running))]
+            changed, has_padded = self._end_loop(running)
+            own = [self._state.report(), self._of_cut | changed, has_padded]
+            self._of_cut = {}
             reports, sums, padded = zip(*all_gather_object(own, "the random state"), strict=True)
             self._state.take(reports)
         draws.warn()
@@ -76,11 +79,22 @@ class LoopDraws:
             self._variables.warn_of_padding([rank for rank, pads in enumerate(padded) if pads])
 
     def cut_pass(self, running: Pass) -> None:
-        """Warn, on rank 0, of what a pass that its loop leaves has counted. Local: other ranks may be elsewhere."""
-        if running in self._loops and get_rank() == 0:
-            changed, _ = self._variables.sums(self._loops.pop(running))
+        """Warn, on rank 0, of what a pass that its loop leaves has counted. Local: other ranks may be elsewhere.
+
+        The next :meth:`end_pass` compares what else it has changed.
+        """
+        if running in self._loops:
+            changed, _ = self._end_loop(running)
             counts = {name: number for name, number in changed.items() if math.isnan(number)}
-            self._variables.warn([counts, counts], 0)
+            self._variables.warn([counts, counts], get_rank())
+            self._of_cut |= changed
+
+    def _end_loop(self, running: Pass) -> tuple[dict[str, float], bool]:
+        """Return what the loop has changed; see :meth:`.LoopVariables.sums`."""
+        loop = self._loops.pop(running)
+        if loop.reads_sizes and running.draws and not running.is_computed:
+            running.skipped.note_loop(running.draws[0].share)
+        return self._variables.sums(loop)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:

@@ -53,12 +53,14 @@ class Pass:
     Attributes:
         skipped: Finds batches that the loop leaves out.
         draws: The batches that a later loss may be of.
+        is_computed: Whether a model has computed anything since it began, or there is none.
         is_over: Whether no batch follows.
         is_cut: Whether the loop has left it, so that its last batch may be one that it does not want.
     """
 
     skipped: SkippedParts
     draws: list[Draw] = field(default_factory=list)
+    is_computed: bool = False
     is_over: bool = False
     is_cut: bool = False
 
@@ -98,6 +100,8 @@ class Batches:
 
     def compute(self, inputs: Any) -> None:
         """Note a forward of a model with gradients."""
+        for running in self._passes:
+            running.is_computed = True
         given = storages_of(inputs)
         sources = [draw for draw in self._all() if draw.storages & given]
         is_known = sources and not given.difference(*(draw.storages for draw in sources))
@@ -143,6 +147,7 @@ class Batches:
         for draw in chosen:
             draw.is_trained = True
         for running in self._passes:
+            running.is_computed = True
             last = [index for index, draw in enumerate(running.draws) if draw in chosen][-2:]
             for index in last:
                 running.skipped.note_gradient(running.draws[index].share.local)
