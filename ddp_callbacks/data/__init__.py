@@ -11,6 +11,6 @@
   :mod:`.global_state` reads and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values; :mod:`.collected` and :mod:`.loop_variables`
   find what nobody joins, by :mod:`.own_code` and :mod:`.gathered`
-- :mod:`.bad_batches`: all ranks skip a batch that is bad on one
+- :mod:`.bad_batches`: all ranks skip a batch that is bad on one; :mod:`.skipped` finds those that a program leaves out
 - :mod:`.nested`: walk nested lists, tuples and mappings
 """

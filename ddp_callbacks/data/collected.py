@@ -169,7 +169,9 @@ def _memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
 
 
 def _memory(array: Any) -> int:
-    return int(array.data_ptr()) if isinstance(array, torch.Tensor) else id(array)
+    with suppress(Exception):  # an uninitialized parameter has none, nor has an array of NumPy
+        return int(array.data_ptr())
+    return id(array)
 
 
 def _mark(held: Any) -> Any:

@@ -51,6 +51,8 @@ class Computation:
             ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves those that are right, if any is.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
         refused: Gets the names of torch's collectives that ``loss_of`` has called.
+        normalizing: Gets the names of the BatchNorm layers that a copy has called, which normalize by a rank's part.
+        is_whole_step: Whether ``loss_of`` computes all that a step computes.
     """
 
     parts: Sequence[Any]
@@ -60,6 +62,8 @@ class Computation:
     operations: dict[str, list[str]] = field(default_factory=dict)
     draws: WholeDraws | None = None
     refused: list[str] = field(default_factory=list)
+    normalizing: set[str] = field(default_factory=set)
+    is_whole_step: bool = True
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
         """Return the loss of a copy of a batch, which the step may change. What it prints is dropped.
@@ -269,10 +273,15 @@ def copies_of(computation: Computation, stack: ExitStack, is_strict: bool) -> li
     if not is_strict:
         stack.enter_context(calling_only(memo))
     synchronize_copy(computation.parts[0], copies[0])
-    for layer in copies[0].modules():
+    for name, layer in copies[0].named_modules():
         if not is_strict and normalizes_by_part(layer):
             layer.training = False
+            layer.register_forward_pre_hook(functools.partial(_note, computation.normalizing, name))
     return copies
+
+
+def _note(found: set[str], name: str, *_: Any) -> None:
+    found.add(name)
 
 
 def normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:

@@ -204,8 +204,6 @@ def check_first_batch(
     is_strict, agrees = verify == "first_batch", False
     if get_world_size(process_group) == 1:
         return True
-    if not is_strict and not epoch:
-        _warn_of_batch_norm(computation.parts[0], process_group)
     hint = "verify=None leaves the comparison out."
     if not epoch:
         hint = f'verify="first_batch" makes this warning an error, and {hint}'
@@ -217,6 +215,8 @@ def check_first_batch(
             which = f"the first batch of epoch {epoch}" if epoch else "the first batch"
             _compare(computation, first, process_group, is_strict, which)
         agrees = True
+    if not is_strict and not epoch and get_rank(process_group) == 0:
+        _warn_of_batch_norm(computation, agrees)
     return agrees
 
 
@@ -281,9 +281,11 @@ def _warning(what: str, hint: str, group: dist.ProcessGroup | None) -> Iterator[
         _log.debug("%s is not compared: %s", what, error)
 
 
-def _warn_of_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    layers = _normalizing_by_part(module)
-    if layers and get_rank(group) == 0:
+def _warn_of_batch_norm(computation: Computation, is_computed: bool) -> None:
+    layers, called = _normalizing_by_part(computation.parts[0]), computation.normalizing
+    if computation.is_whole_step and (is_computed or called):
+        layers = [name for name in layers if name in called]  # a model may have layers that it does not use
+    if layers:
         warn(
             f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
             "sync_batchnorm=True of Trainer or DDPCallback makes them equal. (verify=None leaves the comparison out.)"

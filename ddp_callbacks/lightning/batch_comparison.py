@@ -78,7 +78,10 @@ def verify_first_batch(
 
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
-        computation = Computation(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws)
+        computation = Computation(
+            *(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws),
+            is_whole_step=module.automatic_optimization,
+        )
         comparisons.compare(computation, load, trainer.current_epoch)
     _note_operations(trainer, "training_step", operations)
     return has_loss

@@ -479,6 +479,24 @@ def trainer_tells(module: Net | None = None, rows: Any = None, **options: Any) -
     return told(lambda: fit(CallbackStrategy(**options), module, rows or loader(29, 8)))
 
 
+class EitherWay(ByHand):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        step = Net if self.automatic_optimization else ByHand
+        return step.training_step(self, batch, batch_idx)
+
+
+class KeepsALayer(EitherWay):
+    """Has a layer of BatchNorm that it does not use, or may use after its first backward, if it trains by hand."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__(by_hand)
+        self.kept = nn.BatchNorm1d(CLASSES)
+
+
 class Mixed(Net):
     """Mixes the samples of its part."""
 
@@ -654,6 +672,8 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
         DATA,
     ),
     "batch norm by parts": (lambda: trainer_tells(Normalized()), NORMALIZES),
+    "batch norm that no step calls": (lambda: trainer_tells(KeepsALayer()), ""),
+    "batch norm that no step calls, by hand": (lambda: trainer_tells(KeepsALayer(by_hand=True)), NORMALIZES),
     "batch norm by parts that is to be silent": (lambda: trainer_tells(Normalized(), verify=None), ""),
     "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
     "mixed behind the loader": (lambda: trainer_tells(Mixed()), "the gradient of the first batch on 2 processes"),
@@ -886,18 +906,15 @@ def test_a_loss_that_communicates_is_named_where_parts_are_unequal() -> None:
     assert texts[0] == "" and texts[1].startswith(f"{says}batch are not equal (3 of 5") == (dist.get_rank() == 0)
 
 
-class LeavesOut(ByHand):
+class LeavesOut(EitherWay):
     """Steps that leave out batches, such as small ones; automatic ones return ``None`` for them."""
 
     def __init__(self, leaves_out: Callable[[int, int], bool], by_hand: bool) -> None:
-        super().__init__()
-        self.automatic_optimization, self.leaves_out = not by_hand, leaves_out
+        super().__init__(by_hand)
+        self.leaves_out = leaves_out
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.leaves_out(len(batch[0]), batch_idx):
-            return None
-        step = Net if self.automatic_optimization else ByHand
-        return step.training_step(self, batch, batch_idx)
+        return None if self.leaves_out(len(batch[0]), batch_idx) else super().training_step(batch, batch_idx)
 
 
 @WORLD.on(TWO)
