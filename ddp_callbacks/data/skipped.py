@@ -8,12 +8,12 @@ from ddp_callbacks.process_group import get_rank
 
 _SKIPPED = (
     "rank 0 has computed no gradient for its part of a batch ({local} of {total} samples), {but}. If this program "
-    "leaves out small batches, it looks at parts, where one process looks at whole batches. Let the loader leave them "
-    "out instead (drop_last=True), and the program none."
+    "leaves out small batches, it looks at parts, where one process looks at whole batches. Do not ask for the size of "
+    "a part: let the loader leave out what is too small (drop_last=True)."
 )
 _SMALLER = "but for every larger one"
 _WHOLE = "while the whole batch has one"
-_NONE = "nor for any other of its loader"
+_NONE = "nor for any other part from this loader"
 _LOOPS = 2  # without any gradient: one may look at the data
 
 
