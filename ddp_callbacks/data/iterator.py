@@ -160,11 +160,13 @@ class Pass:
         """Count a step that is handed out, and return its share."""
         self.used += 1
         self._handed_out += 1
+        share = self._shares.popleft()
         if self._here is not None:
-            self._here.drawn.note(self.used, self._drawn.checksum(self.used * self._source.divider.per_step))
+            checksum = self._drawn.checksum(self.used * self._source.divider.per_step)
+            self._here.drawn.note(self.used, checksum, (share.local, share.total))
         if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
             self.first = None
-        return self._shares.popleft()
+        return share
 
     def position(self, batches: int | None) -> dict[str, Any]:
         """Return the position in the pass as tensors and plain data, for the state of a resumable loader.

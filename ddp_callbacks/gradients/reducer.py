@@ -27,7 +27,7 @@ import torch
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.held import Parameters
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.gradients.bucket_sums import BucketSums
 from ddp_callbacks.gradients.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.gradients.flat_buffer import BufferPool
@@ -43,6 +43,11 @@ _BACKWARD_FOR_ALL = (
 _SAME_BATCHES = (
     "Every process takes its part of the batches that a stream or an own loader yields. Let them depend neither on "
     "what the training step draws nor on this process's part or loss."
+)
+_UNEQUAL = (
+    "the processes have unequal parts of {drawn} ({own} of {total} samples here), but their losses count alike, so the "
+    "gradient is not that of one process. Before each backward, call weigh(share.local, share.total) of the "
+    "GradientSynchronizer, with the share of the batch: for batch, share in with_shares(loader)."
 )
 _SAME_PARAMETERS = "Freeze the same parameters on every rank (requires_grad), before the same backward."
 
@@ -172,9 +177,18 @@ class Reducer:
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
+        self._warn_of_parts()
         self._drawn.count = 0
         self.rounds += 1
         self._times.mark(None)
+
+    def _warn_of_parts(self) -> None:
+        """Warn on rank 0, once, if unequal parts of a batch have had no weight. Local."""
+        (own, total), world_size = self._drawn.samples, self._group.size()
+        if self.weighing.is_set or not self._drawn.count or self._group.rank() or total in (None, own * world_size):
+            return
+        self.weighing.is_set = True
+        warn(_UNEQUAL.format(drawn=self._drawn, own=own, total=total))
 
     def require_synchronized(self, stepped: Iterable[torch.Tensor]) -> None:
         """Raise if an optimizer has stepped with gradients of ``no_sync``, which only this rank has. Local."""

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks.errors import ConfigurationError
 
-_STATE = ("weight", "total", "accumulates", "_supposed")  # attributes in a checkpoint
+_STATE = ("weight", "total", "accumulates", "is_set", "_supposed")  # attributes in a checkpoint
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
@@ -49,13 +49,14 @@ class Weighing:
         weight: This rank's weight in the following backwards.
         total: The sum of the ranks' weights; ``None`` if unknown here.
         accumulates: Whether contributions may wait for the next synchronization; the caller sets it.
+        is_set: Whether any weight was given.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], used: list[bool], world_size: int) -> None:
         self._parameters, self._used, self._world_size = parameters, used, world_size
         self.weight = 1.0
         self.total: float | None = float(world_size)
-        self.accumulates = False
+        self.accumulates = self.is_set = False
         self._supposed = 0.0  # if the total is unknown: that of the last synchronization
         self._factor = 1.0  # for each contribution
         self._hooked: list[tuple[Node, RemovableHandle]] = []
@@ -65,7 +66,7 @@ class Weighing:
         weight, total = float(weight), None if total is None else float(total)
         if self.accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
             self._require_nothing_accumulated(weight, total)
-        self.weight, self.total = weight, total
+        self.weight, self.total, self.is_set = weight, total, True
         self._multiply(float(weight > 0) if total is None else self._factor_of(weight, total))
 
     def set_for(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
@@ -126,7 +127,7 @@ class Weighing:
         """Inverse of :meth:`state_dict`."""
         self.accumulates, self._supposed = False, state["_supposed"]
         self.set(state["weight"], state["total"])
-        self.accumulates = state["accumulates"]
+        self.accumulates, self.is_set = state["accumulates"], state.get("is_set", True)
 
     def close(self) -> None:
         """Remove every hook."""

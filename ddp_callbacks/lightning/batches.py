@@ -160,6 +160,11 @@ class Batches:
             return float(not self.is_padding), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
 
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether this rank's loss has weight 0 in a batch that counts."""
+        return bool(self.total) and not self.weight
+
     def take(self, batch: Any, loaders: list[Any], training: bool, has_loss: bool = True) -> None:
         """Note the share of a batch that comes from ``loaders``. A collective in training.
 

@@ -33,7 +33,7 @@ from ddp_callbacks.lightning.hook_draws import HookDraws
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
-from ddp_callbacks.lightning.skipping import without_loss
+from ddp_callbacks.lightning.skipping import no_loss, without_loss
 from ddp_callbacks.lightning.synced_metrics import SyncedMetrics, remember_lists, remember_padding
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -214,8 +214,8 @@ class Run:
             arguments: The arguments of ``training_step`` after the batch.
 
         Raises:
-            SkippedBatchError: ``training_step`` has returned ``None`` on some ranks only; or on this rank, in a step in
-                which the ranks do not meet. Only with automatic optimization.
+            SkippedBatchError: ``training_step`` has returned ``None`` on some ranks only, in parts that count; or on
+                this rank, in a step in which the ranks do not meet. Only with automatic optimization.
         """
         is_compared = self._compare_gradient(arguments)
         if self.batches.counts_samples:
@@ -236,6 +236,8 @@ class Run:
             else:
                 self._skipped.note_skipped(self.batches.share)
             return output
+        if output is None and self.batches.counts_nothing:
+            output = no_loss(self._trainer)
         meets = _logged.results_of(self._trainer).joins_steps
         skipped_by = self._exchange_skips(output is None) if meets else None
         if output is not None:

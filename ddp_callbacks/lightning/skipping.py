@@ -66,9 +66,7 @@ class Skipping:
         if faults:
             self._bad.report(faults, where(self._trainer))
             return None
-        # A part with weight 0 does not count: without a loss it contributes no gradient.
-        has_no_part = output is None and allows_none
-        return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True) if has_no_part else output
+        return no_loss(self._trainer) if output is None and allows_none else output
 
     def _fault(self, output: Any) -> Fault:
         """Return the fault of this rank's loss, if it is one for which batches are skipped."""
@@ -99,6 +97,11 @@ class _Traces:
                 forget()
 
 
+def no_loss(trainer: Any) -> torch.Tensor:
+    """Return the loss of a part that counts nothing and has none: its backward contributes no gradient."""
+    return torch.zeros((), device=trainer.strategy.root_device, requires_grad=True)
+
+
 def where(trainer: Any) -> str:
     """Name the current batch, for messages."""
     return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
@@ -120,6 +123,6 @@ def without_loss(trainer: Any, skipped_by: Sequence[bool] | None) -> str:
     have = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} {'have' if len(others) > 1 else 'has'}"
     return (
         f"{begin}, where {have} a loss. All processes must skip a batch, or none. If only a part has nothing to learn "
-        "from, let its loss be zero (output.sum() * 0), and say by weight= what counts. To skip the whole batch "
+        "from, say by weight= what counts: 0 in such a part. To skip the whole batch "
         'whenever one process returns None, use CallbackStrategy(skip_batch="no_loss").'
     )

@@ -82,15 +82,17 @@ class DrawnBatches:
         count: Their number.
         last: The number of the last one in its pass, from 1.
         checksum: Of the content of the whole batches of the pass, up to the last one; 0 if ranks cannot differ in it.
+        samples: How many this rank, and all ranks, have of the last one; ``None``: unknown here.
     """
 
     count = last = checksum = 0
+    samples: tuple[int, int | None] = (0, None)
 
-    def note(self, number: int, checksum: int) -> None:
+    def note(self, number: int, checksum: int, samples: tuple[int, int | None]) -> None:
         """Note the batch with this number. What other threads draw is left out: they may be ahead by any number."""
         if threading.current_thread() is threading.main_thread():
             self.count, self.last = 1 if number == 1 else self.count + 1, number
-            self.checksum = checksum
+            self.checksum, self.samples = checksum, samples
 
     def __str__(self) -> str:
         first = self.last - self.count + 1

@@ -22,7 +22,7 @@ from torchbearer.callbacks import AggregatePredictions as Aggregate
 from ddp_callbacks.batch_norm.layers import samples_needed
 from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import length_of, map_arrays
+from ddp_callbacks.data.nested import length_of, map_arrays, without_rows
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, drawing_apart
 from ddp_callbacks.data.resuming import resumable_loader
@@ -34,9 +34,19 @@ from ddp_callbacks.randomness.draws import PREDICTED
 from ddp_callbacks.randomness.option import Randomness, check_randomness
 from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.reporting.recorder import end_validation
-from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of
-from ddp_callbacks.torchbearer.state import DATA_KEYS, RUN_RANDOM_STATE, SHARE, WEIGHS_LOSS, Event, State, share_of
+from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, handles
+from ddp_callbacks.torchbearer.state import (
+    DATA_KEYS,
+    ROWS,
+    RUN_RANDOM_STATE,
+    SHARE,
+    WEIGHS_LOSS,
+    Event,
+    State,
+    share_of,
+)
 
+_EVALUATED = "on_step_validation"
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 
 
@@ -86,6 +96,7 @@ class ShardData(DistributedCallback):
         self._draws: WholeDraws | None = None
         self._evaluating = ExitStack()  # the computation of a batch of an evaluation
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
+        self._has_evaluated = False  # whether this rank has had a sample in this pass
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
@@ -111,7 +122,7 @@ class ShardData(DistributedCallback):
             Replaced(callbacks, "on_end", self._synchronize)
             Replaced(callbacks, "on_backward", self._aside)
             Replaced(callbacks, "on_sample_validation", self._begin_evaluating)
-            Replaced(callbacks, "on_step_validation", self._end_evaluating)
+            Replaced(callbacks, _EVALUATED, self._end_evaluating)
             Replaced(callbacks, "on_end_epoch", self._end_epoch)
 
     @property
@@ -205,8 +216,18 @@ class ShardData(DistributedCallback):
         self._evaluating.enter_context(self._drawing_whole(state))
 
     def _end_evaluating(self, event: Event, state: State) -> None:
+        """End a batch. Of a padding batch, the user's callbacks get no row; or no event, if they have had rows."""
         self._evaluating.close()
-        event(state)
+        with Replacements() as skipped:
+            if share_of(state).local:
+                self._has_evaluated = True
+            elif not self._has_evaluated:  # so that they have a list of each to join at the end
+                state.update({key: without_rows(state[key]) for key in ROWS if key in state})
+            else:
+                for callback in state[torchbearer.CALLBACK_LIST]:
+                    if handles(callback, (_EVALUATED,)):
+                        skipped.replace(callback, _EVALUATED, lambda *_: None)
+            event(state)
 
     def _end_epoch(self, event: Event, state: State) -> None:
         event(state)
@@ -216,6 +237,7 @@ class ShardData(DistributedCallback):
 
     def on_start_validation(self, state: State) -> None:
         self.on_start_training(state)
+        self._has_evaluated = False
         if aggregator_of(state) is not None:  # not in an evaluation within the prediction
             self._is_mine = []
 

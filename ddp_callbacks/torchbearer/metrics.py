@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
-from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.data.attributes import changed, checksums_of, decode, encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, by_step, merge_batch_logs
 from ddp_callbacks.data.collected import Collected
+from ddp_callbacks.data.nested import without_rows
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError, warn
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -30,10 +30,10 @@ from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, aggregator_of, has_event
 from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
-from ddp_callbacks.torchbearer.state import RUN_RANDOM_STATE, Event, State, share_of
+from ddp_callbacks.torchbearer.metric_check import REMEDY, LossMetric, MetricCheck, rows_of
+from ddp_callbacks.torchbearer.state import ROWS, RUN_RANDOM_STATE, Event, State, share_of
 
 _ADDING = ("on_criterion", "on_criterion_validation")  # events in which callbacks add to the loss
-_LossMetric = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
 
 
 class ReduceMetrics(DistributedCallback):
@@ -67,6 +67,7 @@ class ReduceMetrics(DistributedCallback):
         self._is_in_pass = False
         self._pass: MetricsPass | None = None  # the current pass, on several processes
         self._collected = Collected()
+        self._check = MetricCheck()
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -87,7 +88,7 @@ class ReduceMetrics(DistributedCallback):
         self._end()
         self._is_in_pass = True
         if self.world_size > 1:
-            self._pass = MetricsPass(state, self._loss_weight, self._collected, self.process_group)
+            self._pass = MetricsPass(state, self._loss_weight, self._collected, self._check, self.process_group)
 
     def on_end_training(self, state: State) -> None:
         self._end()
@@ -140,7 +141,12 @@ class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
     def __init__(
-        self, state: State, loss_weight: LossWeight, collected: Collected, group: dist.ProcessGroup | None
+        self,
+        state: State,
+        loss_weight: LossWeight,
+        collected: Collected,
+        check: MetricCheck,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._list = state[torchbearer.METRIC_LIST]
         self._loss_weight, self._collected, self._group = loss_weight, collected, group
@@ -154,11 +160,13 @@ class MetricsPass:
         self._added = BatchLog()  # the loss, and these terms, of each batch
         self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
         self._metrics = list(_torchbearer.metrics_within(self._list))
+        self._check, self._compared = check, check.begin(self._metrics, state[torchbearer.MODEL].training)
+        self._first: list[torch.Tensor] | None = None  # this rank's rows of the first batch, to compare
         self._logs = [BatchLog() for _ in self._metrics]
         self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # at the start of the pass
         self._restore = Replacements()
         for place, (metric, root) in enumerate(self._metrics):
-            self._record(place, metric, isinstance(root, _LossMetric))
+            self._record(place, metric, isinstance(root, LossMetric))
         for callback in state[torchbearer.CALLBACK_LIST] if self._reduction == "sum" else ():
             for event in _ADDING:
                 if has_event(callback, event):
@@ -233,22 +241,36 @@ class MetricsPass:
         self._step += self._stride
         terms, self._terms = [*self._terms.values()], {}
         if not self._local:
+            self._process_no_row(state)
             return dict(state[torchbearer.METRICS])
         self._weight, _ = self._loss_weight.of(state)
         if terms and not state[torchbearer.LOSS].dim():
             self._added.add(self._step, self._local, torch.stack([state[torchbearer.LOSS], *terms]))
-        return own(state)
+        shown = own(state)
+        if self._step == 0 and any(self._logs[place].steps for place in self._compared):
+            self._first = rows_of(state)
+        return shown
+
+    def _process_no_row(self, state: State) -> None:
+        """Give metrics of the user's, which may collect rows to join at the end, a batch without any, if it is all."""
+        if self._samples:
+            return
+        without = {**state, **{key: without_rows(state[key]) for key in ROWS if key in state}}
+        for metric in (metric for metric, _ in self._metrics if _may_differ(metric)):
+            try:
+                metric.process(without)
+            except Exception:  # it may refuse that; its value does not count
+                metric.process(state)
 
     def _process_final(self, own: Callable[[State], dict[str, Any]], state: State) -> dict[str, Any]:
         self.close()
         random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
-        running = self._merge(random_state)
-        final = running | own(state)
+        final = self._merge(state, random_state) | own(state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
         return final if is_settled else _settle(final, self._samples, self._group)
 
-    def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
-        """Merge the metrics; return the values of running means, which have no final value. A collective.
+    def _merge(self, state: State, random_state: RunRandomState | None) -> dict[str, Any]:
+        """Merge the metrics; return running means, which have no final value, and what a rank has not. A collective.
 
         Callbacks draw next, alike on all ranks, so the message also carries the random state.
         """
@@ -259,13 +281,29 @@ class MetricsPass:
             "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
             "logs": [log.columns() for log in (self._added, *self._logs)],
             "random": random_state and random_state.report(),
+            "samples": self._samples,
+            "first": self._first,
         }
         of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
         _require_same([found["names"] for found in of_ranks])
         self._collected.warn([found["collected"] for found in of_ranks], get_rank(self._group))
         if random_state is not None:
             random_state.take(found["random"] for found in of_ranks)
-        return _join(self._metrics, of_ranks, self._windows, self._reduction)
+        shown: dict[str, Any] = {}
+        if not all(found["samples"] for found in of_ranks):  # such a rank has not computed any
+            shown = {key: value for key, value in state[torchbearer.METRICS].items() if _is_numeric(_plain(value))}
+            shown = broadcast_object(shown, "the running values of the metrics", self._group)
+        if get_rank(self._group) == 0:
+            self._compare(of_ranks)
+        return shown | _join(self._metrics, of_ranks, self._windows, self._reduction)
+
+    def _compare(self, of_ranks: Sequence[dict[str, Any]]) -> None:
+        """Compare the metrics of the first batch with those of its parts."""
+        for place in self._compared:
+            logs = [(found["logs"][place + 1], found["first"]) for found in of_ranks]
+            parts = [(log[1][0], float(log[2][0]), rows) for log, rows in logs if log[0] and log[0][0] == 0]
+            metric, root = self._metrics[place]
+            self._check.compare(metric.name, root, parts)
 
 
 def _join(
@@ -287,7 +325,7 @@ def _join(
     added, *logs_of_metrics = zip(*(map(_log, found["logs"]) for found in of_ranks), strict=True)
     surplus = _surplus(added)  # empty unless losses are sums
     for place, ((metric, root), logs) in enumerate(zip(metrics, logs_of_metrics, strict=True)):
-        is_loss = isinstance(root, _LossMetric)
+        is_loss = isinstance(root, LossMetric)
         kind = reduction if is_loss else "mean"
         _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], logs)
         too_much = surplus if is_loss else {}
@@ -387,7 +425,7 @@ def _may_differ(metric: Metric) -> bool:
 
 def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Check that all ranks have the same metrics, and let them agree on values that differ. A collective."""
-    mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
+    mine = {key: _plain(value) for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
     gathered = all_gather_object([sorted(mine), numbers, samples], "the final metrics", group)
     names, found, counts = zip(*gathered, strict=True)
@@ -400,13 +438,15 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
             warn(
                 f"The metric {key} is not built from Torchbearer's decorators and "
                 f"{'counts the samples of a process' if counts_parts else 'differs between processes'}; its "
-                "epoch value is the mean over the processes, weighted by samples. For one process's value, make it "
-                "a mean of values per sample (@mean), or a function of all predictions and targets (EpochLambda), "
-                "which may be a count.",
+                f"epoch value is the mean over the processes, weighted by samples. {REMEDY}",
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
             final[key] = (torch.stack(counted).sum(0) / sum(counts)).tolist()
     return final
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _is_numeric(value: Any) -> bool:

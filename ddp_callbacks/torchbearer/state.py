@@ -18,6 +18,9 @@ Event: TypeAlias = Callable[[State], None]
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
 
+ROWS = (torchbearer.X, torchbearer.Y_TRUE, torchbearer.Y_PRED)
+"""State keys of what has a row for each sample of the batch."""
+
 SHARE = torchbearer.state_key("ddp_callbacks_share")
 """State key of this rank's :class:`ddp_callbacks.Share` of the current batch."""
 
