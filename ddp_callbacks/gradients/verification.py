@@ -360,7 +360,8 @@ def _compare(
         f"the gradient of {which} on {get_world_size(group)} processes is not that of one process: for "
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
-    text += f"{draws.remedy()} {_remedy(computation.parts[0], adds_up)}".lstrip()
+    by_part = _normalizing_by_part(computation.parts[0]) if is_strict else []  # otherwise these do not, here
+    text += f"{draws.remedy()} {_remedy(by_part, adds_up)}".lstrip()
     raise MismatchError(broadcast_object(text, PURPOSE, group))
 
 
@@ -453,7 +454,8 @@ def _is_telling(found: Sequence[float], expected: Sequence[torch.Tensor]) -> boo
     return any(each > most or each > max(_OWN * mine, most / 10) for each, mine in pairs)
 
 
-def _remedy(module: nn.Module, adds_up: bool) -> str:
+def _remedy(by_part: Sequence[str], adds_up: bool) -> str:
+    """Return what to do about another gradient; ``by_part`` names BatchNorm layers that may be the reason."""
     if adds_up:
         return (
             "Added up without weights the gradients are right: the loss is a sum over the samples, so give "
@@ -461,9 +463,9 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
             "CallbackFabricStrategy (Fabric(strategy=...)), in a loop of your own weigh(float(share.local > 0), 1.0); "
             "or take the mean."
         )
-    if layers := _normalizing_by_part(module):
+    if by_part:
         return (
-            f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. "
+            f"layer {by_part[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. "
             "If that is not all, the loss is not a mean over the samples: see the next run."
         )
     return (

@@ -35,6 +35,7 @@ from ddp_callbacks.lightning.batches import (
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.loop_draws import LoopDraws
 from ddp_callbacks.lightning.fabric.loss_batches import Batches, Draw, Pass, storages_of
+from ddp_callbacks.lightning.fabric.loss_checks import LossChecks
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.lightning.strategy_processes import ProcessesMixin, reduce, refuse_plugin, require_same_optimizers
@@ -97,7 +98,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self._models = Models(functools.partial(GradientSynchronizer, **vars(self._engine)))
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
-        self._batches, self._losses = Batches(), LossWatch()
+        self._batches, self._losses, self._checks = Batches(), LossWatch(), LossChecks()
         self._random = LoopDraws()
         self.loading = self._random.loading
 
@@ -164,6 +165,14 @@ class CallbackFabricMixin(ProcessesMixin):
         samples = sum(draw.share.local for draw in draws)
         self._losses.look(tensor, self._weights[0], samples or not draws, f"backward {self._backwards}")
         is_alone = self._models.are_all(set(self._blocked))
+        if (
+            draws
+            and not is_alone
+            and self._weight is None
+            and self._reduction == "mean"
+            and self._batch_size == "global"
+        ):
+            self._checks.look(tensor, samples, self._models.whole())
         with (
             synchronizer.no_sync() if is_alone else nullcontext(),
             weighed_backward(synchronizer, tensor, *self._weights),
