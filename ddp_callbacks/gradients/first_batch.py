@@ -20,8 +20,9 @@ from ddp_callbacks.batch_norm.layers import synchronize_copy
 from ddp_callbacks.comm.collectives import all_reduce, any_rank
 from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.errors import ConfigurationError, is_called_by_us
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
+from ddp_callbacks.gradients.side_effects import refusing_collectives, writing_nowhere
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group.default_group import as_one_process, in_step
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -30,12 +31,6 @@ Weight = Callable[[], tuple[float, float | None]]
 """The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
 
 PURPOSE = "the comparison of a batch's gradients"
-COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv"),
-)
-"""Functions of ``torch.distributed`` that communicate."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,8 @@ class Computation:
             ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves those that are right, if any is.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
         refused: Gets the names of torch's collectives that ``loss_of`` has called.
+        written: Gets the names of the files that the last call of ``loss_of`` has opened to be written, and whether to
+            append.
         normalizing: Gets the names of the BatchNorm layers that a copy has called, which normalize by a rank's part.
         is_whole_step: Whether ``loss_of`` computes all that a step computes.
     """
@@ -62,26 +59,24 @@ class Computation:
     operations: dict[str, list[str]] = field(default_factory=dict)
     draws: WholeDraws | None = None
     refused: list[str] = field(default_factory=list)
+    written: dict[str, bool] = field(default_factory=dict)
     normalizing: set[str] = field(default_factory=set)
     is_whole_step: bool = True
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
         """Return the loss of a copy of a batch, which the step may change. What it prints is dropped.
 
-        Ranks have other parts here than in training, so torch's collectives are refused.
+        Ranks have other parts here than in training, so torch's collectives are refused, and no file is written.
 
         Raises:
-            ConfigurationError: The step has called a function of :data:`COLLECTIVES`, which was not begun.
+            ConfigurationError: The step has called a collective of torch, which was not begun.
         """
-        originals = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, original in originals.items():
-            setattr(dist, name, _refused(name, original, self.refused))
-        try:
-            with in_step(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), _eagerly():
-                return self.loss_of(copies, _copy_of(batch))
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+        self.written.clear()
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            for context in (in_step(), refusing_collectives(self.refused), writing_nowhere(self.written), _eagerly()):
+                stack.enter_context(context)
+            return self.loss_of(copies, _copy_of(batch))
 
     def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
         """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""
@@ -105,22 +100,6 @@ def _copy_of(batch: Any) -> Any:
     with suppress(Exception):
         return copy.deepcopy(batch)
     return batch
-
-
-def _refused(name: str, original: Callable[..., Any], noted: list[str]) -> Callable[..., Any]:
-    """Return a collective that only this library may call. Other calls are noted."""
-
-    @functools.wraps(original)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if is_called_by_us():  # synchronized layers
-            return original(*args, **kwargs)
-        noted.append(name)
-        raise ConfigurationError(
-            f'verify="first_batch" cannot compare a step that communicates (torch.distributed.{name}): it computes '
-            "other parts of the batch than training. Leave out verify."
-        )
-
-    return refused
 
 
 class FirstBatch(NamedTuple):

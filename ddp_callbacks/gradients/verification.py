@@ -38,6 +38,7 @@ from ddp_callbacks.gradients.first_batch import (
     trainable,
     weighed_gradients,
 )
+from ddp_callbacks.gradients.side_effects import warn_of_files
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows
 from ddp_callbacks.reporting.recorder import recorder
@@ -257,6 +258,7 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
                     return compute(first.part, first.rows)
 
             expected, own = attempt(lambda: (of_whole(), of_part()))
+            warn_of_files(computation.written, step, group)
             logged = first.samples, fraction_of(first.logs or first.weight, group), own, expected
             if text := _differing(computation, logged, lambda: attempt(of_whole), group):
                 draws.require_told()
@@ -325,6 +327,7 @@ def _compare(
 
     with ExitStack() as stack:
         expected, logged_whole, copy, loss, logged = attempt(lambda: of_whole_and_part(stack))
+        warn_of_files(computation.written, "the training step", group)
         fraction = fraction_of(first.weight, group)
         fraction_of_logs = fraction_of(first.logs, group) if first.logs else fraction
         own = attempt(lambda: weighed_gradients(loss, fraction, copy))
