@@ -56,7 +56,7 @@ class Collected:
         self._owners: list[Any] = []
         self._modules: list[torch.nn.Module] = []  # among these
         self._before: dict[str, Any] = {}
-        self._new: dict[str, int] = {}
+        self._new: dict[str, Any] = {}
         self._exchanges: tuple[int, int] | None = None  # at the end, until the first look at what came after
         self._begin = 0.0
         self._warned: set[str] = set()
@@ -117,7 +117,7 @@ class Collected:
                         continue
                     new = _new_in(held, self._before.get(name), self._is_carried(name, held))
                     if new is not None and not _is_moment(new, seconds):
-                        self._new[name] = checksum_of(new)
+                        self._new[name] = new if _is_numbers(new) else checksum_of(new)
         for name, number in self._numbers():
             if self.is_count(name, number - self._begun.get(name, 0.0)):
                 self.counts.append(number)
@@ -128,8 +128,10 @@ class Collected:
         """Whether an array carries something from batch to batch, unless it has a row for each sample of a part."""
         return _whole(name).rpartition(".")[2] in self._carried and self._sizes.isdisjoint(getattr(held, "shape", ()))
 
-    def checksums(self, is_logged: bool = False) -> dict[str, int]:
-        """Return checksums of what has changed, by name. At the first call since the end, the program may have used it.
+    def checksums(self, is_logged: bool = False) -> dict[str, Any]:
+        """Return what numbers a list has got, and checksums of what else has changed, by name.
+
+        At the first call since the end, the program may have used it.
 
         Args:
             is_logged: Whether it has logged anything since, which is compared on its own. If so, or if the ranks have
@@ -140,16 +142,28 @@ class Collected:
         self._exchanges = None
         return self._new
 
-    def warn(self, of_ranks: Sequence[Mapping[str, int]], rank: int) -> None:
+    def warn(self, of_ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
         """Warn on rank 0 of what differs between the ranks: see :meth:`checksums`."""
         first, *others = of_ranks
-        differ = {name for name in first for other in others if other.get(name) not in (None, first[name])}
+        differ = {name for name in first for other in others if _differ(first[name], other.get(name))}
         names = [name for name, checksum in first.items() if name in differ or checksum == OF_PART]
         wholes = Counter(map(_whole, names))
         self._warned.update(wholes)
         if names and rank == 0:
             shown = dict.fromkeys(name if wholes[_whole(name)] == 1 else _whole(name) for name in names)
             warn(COLLECTS.format(names=", ".join(shown)))
+
+
+def _is_numbers(new: Any) -> bool:
+    return isinstance(new, list) and len(new) <= _ENTRIES and all(type(each) in (int, float) for each in new)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two ranks have collected something else; of numbers, one may have more: it has had more batches."""
+    if isinstance(one, list) and isinstance(other, list):
+        least = min(len(one), len(other))
+        one, other = checksum_of(one[:least]), checksum_of(other[:least])
+    return other not in (None, one)
 
 
 def _whole(name: str) -> str:

@@ -291,8 +291,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 name,
                 f"is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
                 f"{highest:.6g}). It becomes their mean, weighted by samples, which may not be the value of one "
-                'process. Log it in the step or use a torchmetrics metric, or pass reduce_fx="sum" if it is a count, '
-                "or sync_dist=True if the mean is what you want.",
+                "process. Log it in the step, use a torchmetrics metric, or let all processes gather what you compute "
+                'it from (all_gather_object of ddp_callbacks.comm); reduce_fx="sum" makes it a count, and '
+                "sync_dist=True says that you want the mean.",
             )
 
     def _warn(self, name: str, text: str) -> None:
