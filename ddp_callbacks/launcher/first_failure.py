@@ -149,9 +149,11 @@ class End:
         if names := self.said.get("kept_by"):
             which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
-        ends = f"ddprun waits {patience:g} s for its end: for its threads, child processes and exit handlers"
+        ends = (
+            f"Its threads, child processes or exit handlers have not ended; ddprun waits up to {patience:g} s for them"
+        )
         why = textwrap.shorten((self.told or "").partition("\n")[0].rstrip(".:"), _SHORT, placeholder=" ...")
-        return f"{self} has failed, but still runs: {why}{'' if why.endswith('.') else '.'} {ends}"
+        return f"{self} has failed: {why}{'' if why.endswith('.') else '.'} {ends}"
 
     def fail(self) -> None:
         """Count a rank whose program is over as ended, with Python's exit code for an exception."""

@@ -295,8 +295,8 @@ raise ValueError(f"no data for rank {rank}")
 def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_ends_the_job(tmp_path: Path) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
     done = ddprun(*flags, write(tmp_path, KEPT_ALIVE), cwd=tmp_path)
-    kept = "has failed, but still runs: ValueError: no data for rank"
-    ends = "ddprun waits 0.5 s for its end: for its threads, child processes and exit handlers"
+    kept = "has failed: ValueError: no data for rank"
+    ends = "Its threads, child processes or exit handlers have not ended; ddprun waits up to 0.5 s for them"
     said = [line.removeprefix("ddprun: ") for line in done.stderr.splitlines() if line.startswith("ddprun: rank")]
     assert (done.returncode, said) == (
         1,
