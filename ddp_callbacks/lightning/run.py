@@ -205,6 +205,12 @@ class Run:
         """Whether hooks after the step have gradients and losses of whole batches, also without a sample."""
         return bool(self._trainer.training) and self._local is None
 
+    def with_loss(self, step: Callable[[], Any]) -> Any:
+        """Run ``step`` and return its output, or a loss of no gradient for ``None`` in a part that counts nothing."""
+        output = step()
+        has_none = output is None and self._is_automatic and self.batches.counts_nothing
+        return no_loss(self._trainer) if has_none else output
+
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """Run ``training_step`` and return its output; :data:`SKIPPED` if it is ``None`` on every rank. A collective.
 
@@ -236,8 +242,6 @@ class Run:
             else:
                 self._skipped.note_skipped(self.batches.share)
             return output
-        if output is None and self.batches.counts_nothing:
-            output = no_loss(self._trainer)
         meets = _logged.results_of(self._trainer).joins_steps
         skipped_by = self._exchange_skips(output is None) if meets else None
         if output is not None:

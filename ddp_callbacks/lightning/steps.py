@@ -63,6 +63,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
+        elif self._run is not None:
+            step = functools.partial(self._run.with_loss, step)
         output = step() if self._run is None else self._run.training_step(step, args[1:])
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -150,6 +151,21 @@ def test_a_loader_that_would_take_turns_with_the_batches_of_a_loop_is_named() ->
     match = "the loop's sampler or iterable data set draws from torch's global generator, and the batches do, too"
     with pytest.warns(UserWarning, match=match) if get_rank() == 0 else contextlib.nullcontext():
         run(True)
+
+
+@WORLD
+def test_unequal_parts_without_weights_are_named_once_and_equal_ones_are_not() -> None:
+    def said_of(batch_size: int) -> list[list[str]]:
+        model, optimizer = network()
+        with warnings.catch_warnings(record=True) as caught, closing(GradientSynchronizer(model)):
+            warnings.simplefilter("always")
+            for batch in shard_loader(DataLoader(samples(), batch_size, drop_last=True)):
+                step(model, optimizer, *batch)
+        return by_rank([str(each.message) for each in caught])
+
+    (text,), of_others = said_of(5)
+    assert text.startswith("the processes have unequal parts of batch 1 (3 of 5 samples here), but their losses count")
+    assert of_others == [] and said_of(8) == [[], []]
 
 
 @WORLD

@@ -554,9 +554,15 @@ def test_batch_norm_gets_two_samples_and_merged_statistics() -> None:
     batches = made.setup_dataloaders(loader(11, 8))  # set up before the model
     model, _ = made.setup(module, sgd(module))
     shares = []
-    for x, _ in batches:
-        shares.append(made.strategy.share.local)
-        made.backward(model(x).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, _ in batches:
+            shares.append(made.strategy.share.local)
+            made.backward(model(x).sum())
+    says = (
+        "layer 0 normalizes by each process's part of the batch (BatchNorm), not as one process: BatchNormSynchronizer("
+    )
+    assert [str(each.message).startswith(says) for each in caught] == [[True], []][rank]
     assert shares == [[4, 3], [4, 0]][rank]
     assert torch.equal(*made.all_gather(module[0].running_mean))
     before = module[0].running_mean.clone()
@@ -567,6 +573,26 @@ def test_batch_norm_gets_two_samples_and_merged_statistics() -> None:
     assert torch.equal(before, module[0].running_mean) == (rank == 1), "padding does not count"
     model.eval()
     assert [len(x) for x, _ in made.setup_dataloaders(loader(3, 3))] == [[2], [1]][rank], "an evaluation needs no two"
+
+
+@WORLD.on(TWO)
+def test_a_cross_entropy_whose_divisor_does_not_follow_the_samples_is_named_once() -> None:
+    def said_of(ignored: int, **options: Any) -> list[str]:
+        made = Fabric(accelerator="cpu", strategy=CallbackFabricStrategy(**options))
+        made.launch()
+        module = network()
+        model, optimizer = made.setup(module, sgd(module))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in made.setup_dataloaders(loader(24, 8)):
+                made.backward(nn.functional.cross_entropy(model(x), y, ignore_index=ignored) / 2 + model(x).mean())
+                optimizer.step()
+        return [str(each.message) for each in caught]
+
+    texts = said_of(1)
+    says = r"the cross entropy of backward [124] is a mean .*: \d for 4 samples here, \d for 4 on rank 1"
+    assert len(texts) == (get_rank() == 0) and all(re.match(says, text) for text in texts)
+    assert said_of(-100) == said_of(1, weight=lambda batch: (batch[1] != 1).sum()) == []
 
 
 PRECISIONS: dict[Any, float] = {"32-true": 1e-4, "64-true": 1e-4, "bf16-mixed": 0.3, "bf16-true": 1.0}

@@ -197,6 +197,9 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
     "small batches, none early": lambda by: fit_with(by, "any", Faulty("early"), smaller_than_the_world()),
     "parts that count nothing": lambda by: fit_with(by, "any", Masked(False), masked_loader(), counted),
     "none of parts that count nothing": lambda by: fit_with(by, "any", Masked(True), masked_loader(), counted),
+    "none of parts that count nothing, by default": lambda by: fit_with(
+        by, None, Masked(True), masked_loader(), counted
+    ),
 }
 
 

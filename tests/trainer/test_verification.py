@@ -10,10 +10,13 @@ import io
 import logging
 import os
 import re
+import shutil
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
@@ -43,8 +46,8 @@ from trainers import (
     trainer,
 )
 
-from ddp_callbacks import get_world_size
-from ddp_callbacks.comm import all_gather_object
+from ddp_callbacks import get_rank, get_world_size
+from ddp_callbacks.comm import all_gather_object, barrier, broadcast_object
 from ddp_callbacks.data.sharding import shard_loader
 from ddp_callbacks.gradients import verification
 from ddp_callbacks.gradients.verification import verify_gradient
@@ -748,6 +751,35 @@ def test_an_inexact_loss_never_passes_silently(name: str) -> None:
             assert says in found and found.endswith("verify=None leaves the comparison out.)"), found
         else:
             assert found == "", found
+
+
+class Appends(Net):
+    """Appends the labels of each batch to a file, by every process or by rank 0 alone, as some programs do."""
+
+    def __init__(self, path: Path, by_rank_0: bool) -> None:
+        super().__init__()
+        self.path, self.by_rank_0 = path, by_rank_0
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero or not self.by_rank_0:
+            with self.path.open("a") as file:
+                file.writelines(f"{label}\n" for label in batch[1])
+
+
+@WORLD.on(TWO)
+def test_a_comparison_writes_no_row_of_a_step_and_what_each_process_writes_is_named() -> None:
+    for by_rank_0, rows, who in ((False, 23, "each process writes"), (True, 12, "rank 0 alone writes")):
+        folder = broadcast_object(None if get_rank() else tempfile.mkdtemp(), "a folder")
+        path = Path(folder, "rows.txt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(OURS).test(Appends(path, by_rank_0), loader(23, 8), verbose=False)
+        texts = [str(each.message) for each in caught if "rows.txt" in str(each.message)]
+        assert [text.startswith(f"{who} {path} in test_step") for text in texts] == [True] * (get_rank() == 0)
+        barrier("the file")
+        assert len(path.read_text().splitlines()) == rows
+        barrier("its end")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @WORLD.on(TWO)

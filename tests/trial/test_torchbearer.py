@@ -772,6 +772,75 @@ def test_a_metric_that_counts_is_named_where_all_processes_count_alike() -> None
     assert by_rank([*texts])[0] == [says]
 
 
+class CountsRows(Callback):
+    """Collects what an evaluation predicts, as programs do to compute a confusion matrix, and joins it at the end."""
+
+    def on_start_validation(self, state: Any) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_step_validation(self, state: Any) -> None:
+        self.found.append(state[torchbearer.Y_PRED].argmax(1))
+
+    def on_end_validation(self, state: Any) -> None:
+        self.rows = sum(map(len, all_gather_object(torch.cat(self.found), "the predictions")))
+
+
+@WORLD
+def test_a_callback_that_collects_rows_gets_none_of_a_padding_batch() -> None:
+    for samples in (9, 1):  # rank 1 has no sample of the last batch of 9, and none at all of the other
+        counts = CountsRows()
+        trial([DDPCallback(), counts]).with_val_generator(DataLoader(data(samples), 4)).evaluate()
+        assert counts.rows == samples
+
+
+class JoinsRows(Metric):
+    def __init__(self) -> None:
+        super().__init__("joined")
+
+    def reset(self, state: Any) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def process(self, state: Any) -> None:
+        self.rows.append(state[torchbearer.Y_PRED])
+
+    def process_final(self, state: Any) -> dict[str, float]:
+        return {self.name: float(torch.cat(self.rows).mean())}
+
+
+@WORLD
+def test_a_metric_that_joins_rows_ends_on_a_rank_that_predicts_no_batch() -> None:
+    made = trial([DDPCallback()], metrics=[JoinsRows()])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The metric joined is not built from Torchbearer's decorators")
+        predictions = made.with_test_generator(DataLoader(data(5), 8)).predict()
+    assert len(predictions) == 5
+
+
+@WORLD
+def test_a_rank_without_a_sample_has_the_history_of_the_others() -> None:
+    histories = by_rank(trial([DDPCallback()]).with_train_generator(DataLoader(data(1), 4)).run(1))
+    assert histories[0] == histories[1] and "running_loss" in histories[1][0]
+
+
+def accuracy(y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+    return (y_pred.argmax(1) == y_true).double().mean()
+
+
+def perplexity(y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(y_pred, y_true).exp()
+
+
+@WORLD
+def test_a_metric_of_batches_that_is_no_mean_over_samples_is_named_once() -> None:
+    of_batches = [torchbearer.metrics.lambda_metric(each.__name__)(each) for each in (accuracy, perplexity)]
+    made = trial([DDPCallback()], metrics=[torchbearer.metrics.mean(each) for each in of_batches])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.with_generators(DataLoader(data(10), 5), DataLoader(data(10), 5)).run(2)
+    (text,) = by_rank([str(each.message) for each in caught if "The metric" in str(each.message)])[0]
+    assert text.startswith("The metric perplexity is no mean over samples: of the first batch it is ")
+
+
 def loss_in(state: Any) -> float:
     return float(state[torchbearer.LOSS])
 
