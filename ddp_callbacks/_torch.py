@@ -354,3 +354,9 @@ def known_groups() -> list[dist.ProcessGroup]:
 def count_of_own_groups() -> int:
     """Return the number of process groups that this rank is a member of."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def divisor_of(node: Any) -> float | None:
+    """Return the divisor of a mean cross entropy, by its autograd node; ``None`` for another one."""
+    is_mean = node.name().startswith("NllLoss") and node._saved_reduction == 1
+    return float(node._saved_total_weight) if is_mean else None

@@ -47,7 +47,8 @@ _SAME_BATCHES = (
 _UNEQUAL = (
     "the processes have unequal parts of {drawn} ({own} of {total} samples here), but their losses count alike, so the "
     "gradient is not that of one process. Before each backward, call weigh(share.local, share.total) of the "
-    "GradientSynchronizer, with the share of the batch: for batch, share in with_shares(loader)."
+    "GradientSynchronizer, with the share of the batch: for batch, share in with_shares(loader). In a LightningModule, "
+    "call self.manual_backward(loss) instead of loss.backward()."
 )
 _SAME_PARAMETERS = "Freeze the same parameters on every rank (requires_grad), before the same backward."
 

@@ -25,8 +25,8 @@ windows close in on_step_training and on_end_training.
 
 - :mod:`.replicas`: BroadcastParameters, SynchronizeBuffers, StopTogether; :mod:`.data`: ShardData, Flatten
 - :mod:`.gradients`: AllReduceGradients, AverageParameters; :mod:`.loss_weight`: what each rank's loss counts
-- :mod:`.metrics`: ReduceMetrics, which owns all values of an epoch; :mod:`.output`: RankZeroOutput
-- :mod:`.resume_run`: Resume, and :mod:`.run_state`, what it saves of a run
+- :mod:`.metrics`: ReduceMetrics, which owns all values of an epoch; :mod:`.metric_check`: are they means over samples
+- :mod:`.output`: RankZeroOutput; :mod:`.resume_run`: Resume, and :mod:`.run_state`, what it saves of a run
 - :mod:`.base`: the class of all; :mod:`.state`: what they keep in the Trial's; :mod:`._torchbearer`: private names
 
 ``evaluate()`` has on_start_epoch and on_end_epoch, too, and writes its metrics into the last epoch of the history.

@@ -7,7 +7,7 @@ A loop, in Fabric's order::
     fabric.setup_dataloaders()   each loader is divided: loader
     for batch in loader          each batch is noted, with its share: loss_batches; a padding batch leaves no trace
     model(batch)                 it is noted which batches the inputs are of: loss_batches; loop_draws: as one process
-    fabric.backward(loss)        the loss is weighed by the share of its batch; gradients are summed
+    fabric.backward(loss)        loss_checks; the loss is weighed by the share of its batch; gradients are summed
     fabric.save(...)             running statistics are merged before
 
 ``classes`` makes the class for both packages, as for the Trainer.

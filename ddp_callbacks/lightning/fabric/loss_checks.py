@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks._torch import divisor_of
 from ddp_callbacks.batch_norm.layers import unsynchronized
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank
 
 _NEAR = 256  # nodes of a graph in which its cross entropies are looked for
-_MEAN = 1  # torch's number of reduction="mean"
 _ROUNDING = 1e-4  # of half precision sums of class weights
 _DIVISOR = (
     "the cross entropy of backward {number} is a mean over what it counts (ignore_index, class weights): {own:g} for "
@@ -77,6 +77,6 @@ def divisors_of(loss: torch.Tensor) -> list[float]:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-        if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
-            found.append(float(node._saved_total_weight))
+        if (divisor := divisor_of(node)) is not None:
+            found.append(divisor)
     return found
