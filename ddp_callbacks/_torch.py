@@ -357,6 +357,8 @@ def count_of_own_groups() -> int:
 
 
 def divisor_of(node: Any) -> float | None:
-    """Return the divisor of a mean cross entropy, by its autograd node; ``None`` for another one."""
-    is_mean = node.name().startswith("NllLoss") and node._saved_reduction == 1
-    return float(node._saved_total_weight) if is_mean else None
+    """Return the divisor of a mean cross entropy, by its autograd node; ``None``: it is another one, or has none."""
+    if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:  # of "mean"
+        return None
+    divisor = getattr(node, "_saved_total_weight", None)
+    return None if divisor is None else float(divisor)
