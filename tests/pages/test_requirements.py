@@ -37,7 +37,8 @@ CONTRACTS = {
     _torchmetrics: _torchmetrics.PRIVATE,
     _torchbearer: _torchbearer.PRIVATE,
 }
-DOCUMENTED = {"_fields", "_fields_", "_replace"}  # of namedtuple and ctypes: public in spite of their names
+# Of namedtuple, ctypes and torch's autograd nodes: public in spite of their names.
+DOCUMENTED = {"_fields", "_fields_", "_replace", "_saved_reduction", "_saved_total_weight"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Replaced"}  # their second argument is an attribute's name
 
 
