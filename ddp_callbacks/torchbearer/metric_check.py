@@ -55,12 +55,12 @@ class MetricCheck:
         rows = [found for _, _, found in parts if found is not None]
         if not rows or len(rows) < len(parts) or name in self._told:
             return
-        batch = dict(zip(_KEYS, map(torch.cat, zip(*rows, strict=True)), strict=True))
         joined = sum(samples * value for samples, value, _ in parts) / sum(samples for samples, _, _ in parts)
-        with torch.no_grad(), suppress(Exception):  # a metric may read more of the state
+        whole = math.nan
+        with torch.no_grad(), suppress(Exception):  # parts may be padded apart, and a metric may read more of the state
+            batch = dict(zip(_KEYS, map(torch.cat, zip(*rows, strict=True)), strict=True))
             whole = float(root.process(batch))
-            if math.isclose(joined, whole, rel_tol=_rounding(rows[0][0]), abs_tol=1e-6) or not math.isfinite(whole):
-                return
+        if math.isfinite(whole) and not math.isclose(joined, whole, rel_tol=_rounding(rows[0][0]), abs_tol=1e-6):
             self._told.add(name)
             warn(
                 f"The metric {name} is no mean over samples: of the first batch it is {whole:.4g}, but the mean over "

@@ -33,6 +33,7 @@ from ddp_callbacks import LocalSGD, get_rank, shard_loader, with_shares
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, Resume, ShardData
+from ddp_callbacks.torchbearer.metric_check import MetricCheck
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -839,6 +840,14 @@ def test_a_metric_of_batches_that_is_no_mean_over_samples_is_named_once() -> Non
         made.with_generators(DataLoader(data(10), 5), DataLoader(data(10), 5)).run(2)
     (text,) = by_rank([str(each.message) for each in caught if "The metric" in str(each.message)])[0]
     assert text.startswith("The metric perplexity is no mean over samples: of the first batch it is ")
+
+
+def test_parts_that_are_padded_to_other_lengths_are_not_compared_and_do_not_fail() -> None:
+    parts = [(2.0, 1.0, [torch.ones(2, length), torch.ones(2, length)]) for length in (3, 4)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MetricCheck().compare("accuracy", torchbearer.metrics.lambda_metric("accuracy")(accuracy), parts)
+    assert not caught
 
 
 def loss_in(state: Any) -> float:
