@@ -172,7 +172,7 @@ class CallbackFabricMixin(ProcessesMixin):
             and self._reduction == "mean"
             and self._batch_size == "global"
         ):
-            self._checks.look(tensor, samples, self._models.whole())
+            self._checks.look(tensor, samples, self._models.whole)
         with (
             synchronizer.no_sync() if is_alone else nullcontext(),
             weighed_backward(synchronizer, tensor, *self._weights),

@@ -6,6 +6,7 @@ mean cross entropies, and the models have their BatchNorm layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,27 +35,20 @@ class LossChecks:
     """Looks at the backwards 1, 2, 4, 8 and so on, until it has found something of each kind."""
 
     def __init__(self) -> None:
-        self._number, self._compares, self._has_looked = 0, True, False
+        self._number, self._compares = 0, True
 
-    def look(self, loss: torch.Tensor, samples: int, model: torch.nn.Module) -> None:
+    def look(self, loss: torch.Tensor, samples: int, models: Callable[[], torch.nn.Module]) -> None:
         """Check the loss of a backward of all ranks, for a part of a batch. A collective.
 
         Args:
             samples: The number of this rank's samples.
-            model: All models.
+            models: Returns all models.
         """
         self._number += 1
-        if not self._has_looked and get_rank() == 0:
-            self._warn_of_batch_norm(model)
-        self._has_looked = True
+        if self._number == 1 and get_rank() == 0:
+            _warn_of_batch_norm(models())
         if self._compares and not self._number & (self._number - 1):
             self._compare_divisors(loss, samples)
-
-    def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
-        for name, layer in unsynchronized(model).items():
-            if layer.training and (layer.num_batches_tracked is None or layer.num_batches_tracked):  # not an unused one
-                warn(_NORMALIZES.format(name=name))
-                return
 
     def _compare_divisors(self, loss: torch.Tensor, samples: int) -> None:
         gathered = all_gather_object([samples, divisors_of(loss)], "the divisors of the losses")
@@ -66,6 +60,13 @@ class LossChecks:
                     if get_rank() == 0:
                         what = {"number": self._number, "own": one, "other": other, "rank": rank}
                         warn(_DIVISOR.format(samples=own, others=count, **what))
+
+
+def _warn_of_batch_norm(model: torch.nn.Module) -> None:
+    for name, layer in unsynchronized(model).items():
+        if layer.training and (layer.num_batches_tracked is None or layer.num_batches_tracked):  # not an unused one
+            warn(_NORMALIZES.format(name=name))
+            return
 
 
 def divisors_of(loss: torch.Tensor) -> list[float]:
