@@ -89,7 +89,8 @@ def current_env() -> WorkerEnv:
         return WorkerEnv.from_environ()
     local_rank = number(os.environ, "LOCAL_RANK")
     local_rank = stated_env().local_rank if local_rank is None else local_rank
-    return WorkerEnv(get_rank(), get_world_size(), local_rank, file="")
+    size = get_world_size()
+    return WorkerEnv(min(get_rank(), size - 1), size, local_rank, file="")  # rank 0 in a step that is as_one_process
 
 
 def require_place(rank: int | None, size: int | None, by: str) -> None:
