@@ -263,7 +263,7 @@ def _first(ends: Sequence[End]) -> End | None:
         failed, key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began), default=None
     )
     if first is not None and first.printed and _are_alike(first, ends):  # rank 0's traceback is on the terminal
-        return min(ends, key=lambda end: end.rank or 0)
+        return replace(min(ends, key=lambda end: end.rank or 0), code=first.code)  # it may have been ended meanwhile
     return first
 
 

@@ -123,6 +123,10 @@ FIRST: dict[str, tuple[list[End], str]] = {
         [End("a", 0, 1.1, 1, printed=own()), b(1.0, 1, printed=own())],
         "1: rank 0 on a, like every rank, failed with exit code 1: ValueError: x",
     ),
+    "every rank, and another one first, and this one was ended meanwhile": (
+        [End("a", 0, 1.1, 143, printed=own(), is_ours=True), b(1.0, 1, printed=own())],
+        "1: rank 0 on a, like every rank, failed with exit code 1: ValueError: x",
+    ),
     "every rank by the same exit code": (
         [End("a", 0, 1.1, 3), b(1.0, 3)],
         "3: rank 1 on b, like every rank, failed with exit code 3: no exception was printed",
