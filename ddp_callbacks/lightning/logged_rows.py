@@ -120,9 +120,13 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str], siz
             calls.setdefault(at, set()).add((counts[at], samples[at]))
     ordered = sorted(groups.items(), key=lambda group: group[0][:2])
     parts = [[row for row in rows if row.samples] or rows for _, rows in ordered]
-    for rows in parts:
-        sizes.note(rows, _are_alike(calls.get((rows[0].position, rows[0].key), set())))
-    return [_join(rows, operation_of(rows[0].key), sizes.way_of(rows[0].key)) for rows in parts]
+    are_alike = [_are_alike(calls.get((rows[0].position, rows[0].key), set())) for rows in parts]
+    for rows, is_alike in zip(parts, are_alike, strict=True):
+        sizes.note(rows, is_alike)
+    return [
+        _join(rows, operation_of(rows[0].key), sizes.way_of(rows[0].key), _size_of(rows, is_alike))
+        for rows, is_alike in zip(parts, are_alike, strict=True)
+    ]
 
 
 def _are_alike(calls: set[tuple[int, int]]) -> bool:
@@ -131,12 +135,24 @@ def _are_alike(calls: set[tuple[int, int]]) -> bool:
     return len(numbers) <= 1 and (numbers <= {1} or any(number != samples for number, samples in calls))
 
 
-def _join(rows: Sequence[Row], operation: str, way: Way) -> Joined:
-    """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
+def _size_of(rows: Sequence[Row], is_alike: bool) -> float:
+    """Return the size of the whole batch. If only some ranks have logged, one process logs for all samples."""
+    size, samples = sum(row.size for row in rows), sum(row.samples for row in rows)
+    if rows[0].position < 0:
+        return max(row.size for row in rows)
+    return size * rows[0].total / samples if is_alike and rows[0].total and samples else size
+
+
+def _join(rows: Sequence[Row], operation: str, way: Way, size: float) -> Joined:
+    """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0.
+
+    Args:
+        size: That of the whole batch, if it is its samples.
+    """
     values, sizes = [float(row.value) for row in rows], [row.size for row in rows]
     value, is_outside = _combine(values, [row.weight for row in rows], operation), rows[0].position < 0
     ways: dict[Way, tuple[float, float]] = {
-        "samples": (value, max(sizes) if is_outside else sum(sizes)),
+        "samples": (value, size),
         "constant": (value, max(sizes)),
         "sizes": (_combine(values, sizes, operation) if operation == "mean" else value, sum(sizes)),
     }

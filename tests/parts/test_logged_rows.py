@@ -20,8 +20,8 @@ NAN = float("nan")
 CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
     "by samples": ("mean", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (2.0, 4)),
     "by weight": ("mean", [[row(1.0, 2, 2, weight=30)], [row(5.0, 2, 2, weight=10)]], (2.0, 4)),
-    "a padding batch": ("mean", [[row(1.0, 3, 3)], [row(9.0, 0, 3)]], (1.0, 3)),
-    "a mean over nothing": ("mean", [[row(1.0, 3, 4)], [row(NAN, 4, 4, weight=0)]], (1.0, 8)),
+    "a padding batch": ("mean", [[row(1.0, 4, 4)], [row(9.0, 0, 4)]], (1.0, 4)),
+    "a mean over nothing": ("mean", [[row(1.0, 3, 3)], [row(NAN, 1, 1, weight=0)]], (1.0, 4)),
     "no rank counts": ("mean", [[row(1.0, 0, 4)], [row(3.0, 0, 4)]], (2.0, 8)),
     "len of the part": ("mean", [[row(1.0, 3, 3, True)], [row(5.0, 1, 1, True)]], (2.0, 4)),
     "tokens of the part": ("mean", [[row(1.0, 2, 30, True)], [row(5.0, 2, 10, True)]], (2.0, 40)),
@@ -34,9 +34,10 @@ CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
         [[row(1.0, 2, 1, True)], [row(5.0, 1, 1, True)], []],
         (3.0, 2),
     ),
-    "on one rank": ("mean", [[], [row(5.0, 1, 1)]], (5.0, 1)),
+    "on one rank, for all": ("mean", [[], [row(5.0, 1, 1)]], (5.0, 4)),
+    "for each sample of one rank": ("mean", [[], [row(5.0, 2, 2), row(7.0, 2, 2)]], (5.0, 2)),
     "sum": ("sum", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (6.0, 4)),
-    "max": ("max", [[row(1.0, 3, 3)], [row(9.0, 0, 3)]], (1.0, 3)),
+    "max": ("max", [[row(1.0, 4, 4)], [row(9.0, 0, 4)]], (1.0, 4)),
     "min": ("min", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (1.0, 4)),
 }
 
@@ -46,7 +47,7 @@ def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) ->
     """Logged values equal a calculation by hand."""
     operation, ranks, expected = CASES[name]
     sent = json.loads(json.dumps([plain(rows) for rows in ranks]))
-    (found,) = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation, Sizes())
+    found, *_ = join([[Row(*each) for each in rows] for rows in sent], lambda _: operation, Sizes())
     assert (found.value, found.size) == pytest.approx(expected)
 
 

@@ -132,7 +132,10 @@ class Masked(Net):
         counts = (y != 0).double()
         if self.returns_none and not counts.any():
             return None
-        return (F.cross_entropy(self(x), y, reduction="none") * counts).sum() / counts.sum()
+        loss = (F.cross_entropy(self(x), y, reduction="none") * counts).sum() / counts.sum()
+        if counts.any():
+            self.log("loss", loss, on_epoch=True)  # the whole batch counts, though only some ranks log
+        return loss
 
 
 def masked_loader() -> DataLoader[Any]:
