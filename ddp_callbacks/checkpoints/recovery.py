@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.disk import load_whole
 from ddp_callbacks.checkpoints.format import Saved, Shared, make_file, pack_own
@@ -151,17 +150,14 @@ class Savers:
     Args:
         recovery: Keeps the copies; ``None``: there are none.
         options: Those of the file; ``None``: there is none.
-        group: The ranks' process group; ``None`` is the default group.
 
     Attributes:
         path: The name of what the run continues from, for messages.
     """
 
-    def __init__(
-        self, recovery: Recovery | None, options: ResumeOptions | None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, recovery: Recovery | None, options: ResumeOptions | None) -> None:
         self._recovery = recovery
-        self._file = None if options is None else ResumableRun(options, group)
+        self._file = None if options is None else ResumableRun(options)
         self._interval = Interval(timedelta(seconds=_SECONDS))  # between two copies
         self.path = _COPY if self._file is None else self._file.file.path
 

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.file import CheckpointFile
 from ddp_callbacks.checkpoints.format import LocalStates, Shared
@@ -48,14 +47,14 @@ class Interval:
         ConfigurationError: ``every`` is not a positive number of batches, a positive time, or ``None``.
     """
 
-    def __init__(self, every: Every, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, every: Every) -> None:
         is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
         if not (every is None or is_number or (isinstance(every, timedelta) and every > timedelta(0))):
             raise ConfigurationError(
                 "every must be a positive number of training batches, a timedelta, or None (at the end of each epoch), "
                 f"got {every!r}."
             )
-        self._every, self._group = every, group
+        self._every = every
         self.note_written()
 
     def is_due(self, is_batch: bool, is_epoch_end: bool) -> bool:
@@ -79,7 +78,7 @@ class Interval:
         self._moments += 1
         if self._moments < self._next_look:
             return False
-        due, further = broadcast_object(self._look(seconds), _INTERVAL, self._group)
+        due, further = broadcast_object(self._look(seconds), _INTERVAL)
         self._next_look = self._moments + further
         return bool(due)
 
@@ -134,20 +133,10 @@ class ResumeOptions:
         self.path = os.path.abspath(os.path.expanduser(path))
         self.every, self.on_signal, self.time_limit = every, on_signal, time_limit
         self.async_save, self.weights_only = async_save, weights_only
-        self.preemption = self._make_preemption()
+        self.preemption = Preemption(SIGNALS if on_signal else (), time_limit)
 
     def require_host(self) -> None:
         """Raise ``ImportError`` if the host lacks something."""
-
-    def _make_preemption(self) -> Preemption:
-        return Preemption(SIGNALS if self.on_signal else (), self.time_limit)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "preemption"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.preemption = self._make_preemption()
 
 
 ARGUMENTS = "\n" + str(ResumeOptions.__doc__).partition("\n\n")[2]
@@ -165,12 +154,10 @@ class ResumableRun:
         file: The file, open inside :meth:`opened`.
     """
 
-    def __init__(self, options: ResumeOptions, group: dist.ProcessGroup | None = None) -> None:
-        self.file = CheckpointFile(
-            options.path, async_save=options.async_save, weights_only=options.weights_only, process_group=group
-        )
+    def __init__(self, options: ResumeOptions) -> None:
+        self.file = CheckpointFile(options.path, async_save=options.async_save, weights_only=options.weights_only)
         self._preemption = options.preemption
-        self._interval = Interval(options.every, group)
+        self._interval = Interval(options.every)
         self._before_validation: io.BytesIO | None = None
         self._is_further = False  # than the run that it resumes
 

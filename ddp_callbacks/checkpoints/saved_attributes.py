@@ -20,7 +20,7 @@ from ddp_callbacks.data.attributes import (
     plain_attributes,
 )
 from ddp_callbacks.data.global_state import generator_types, set_state_of
-from ddp_callbacks.data.sample_seeds import is_own
+from ddp_callbacks.data.own_code import is_own
 from ddp_callbacks.errors import warn
 
 _LOST = "each of the {} processes of the run that was cut had its own. On another number of processes they are reset."

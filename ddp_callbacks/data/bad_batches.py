@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, say
@@ -82,14 +81,9 @@ def fault_of(loss: torch.Tensor) -> Fault:
 
 
 class BadBatches:
-    """Lets the ranks decide alike which batches to skip, and reports them on rank 0.
+    """Lets the ranks decide alike which batches to skip, and reports them on rank 0."""
 
-    Args:
-        group: The ranks' process group; ``None`` is the default group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._skipped = 0
         self._by_rank: Counter[int] = Counter()
 
@@ -100,7 +94,7 @@ class BadBatches:
             fault: The fault of this rank's loss.
             weight: The weight of this rank's part of the batch.
         """
-        rows = all_gather_object([float(fault), float(weight)], _PURPOSE, self._group)
+        rows = all_gather_object([float(fault), float(weight)], _PURPOSE)
         nothing_counts = not any(weight for _, weight in rows)
         return {
             rank: Fault(int(fault)) for rank, (fault, weight) in enumerate(rows) if fault and (weight or nothing_counts)
@@ -118,7 +112,7 @@ class BadBatches:
         if self._skipped > _TOLD and not _is_round(self._skipped):
             return
         many = f" ({self._skipped} so far; not each is reported from now on)" if self._skipped >= _TOLD else ""
-        reasons = "; ".join(f"{self._describe(rank)}: {_TEXTS[fault]}" for rank, fault in sorted(faults.items()))
+        reasons = "; ".join(f"{describe(rank)}: {_TEXTS[fault]}" for rank, fault in sorted(faults.items()))
         self._say(f"{where} is skipped{many}. {reasons}")
 
     def close(self) -> None:
@@ -128,11 +122,8 @@ class BadBatches:
             self._say(f"{self._skipped} batches were skipped in this run, because of {ranks}")
         self._skipped = 0
 
-    def _describe(self, rank: int) -> str:
-        return describe(rank if self._group is None else dist.get_global_rank(self._group, rank))
-
     def _say(self, text: str) -> None:
-        if get_rank(self._group) == 0:
+        if get_rank() == 0:
             say(text, logging.WARNING)
 
 

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.own_code import carried_by, counts_sizes, functions_of, measures
-from ddp_callbacks.data.sample_seeds import is_own
+from ddp_callbacks.data.own_code import carried_by, counts_sizes, enclosed, functions_of, is_own, measures
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
@@ -261,9 +260,7 @@ def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
     for function in functions_of(owner):
         named = function.__globals__
         yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # it is empty
-                yield name, cell.cell_contents
+        yield from enclosed(function).items()
 
 
 def _within(name: str, value: Any, kinds: tuple[type, ...], depth: int = 2) -> Iterator[tuple[str, Any]]:

@@ -22,8 +22,15 @@ from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.collected import COLLECTS, EXCHANGES, OF_PART, Collected, may_collect
 from ddp_callbacks.data.gathered import comprehensions_in, gathered_in
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.own_code import measures, names_in, names_measure, reads_sizes, running_in
-from ddp_callbacks.data.sample_seeds import is_of_library, is_own
+from ddp_callbacks.data.own_code import (
+    is_of_library,
+    is_own,
+    measures,
+    names_in,
+    names_measure,
+    reads_sizes,
+    running_in,
+)
 from ddp_callbacks.errors import frames, warn
 
 _LOOP = "loop"

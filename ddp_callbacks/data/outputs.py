@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.comm.codec import bytes_of
@@ -24,29 +23,27 @@ OUTPUTS_AT_ONCE = 32  # per rank and message; every rank holds the messages of a
 _NO_OUTPUT = object()
 
 
-def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_outputs(outputs: Sequence[Any]) -> list[Any]:
     """Return each rank's first output, in the order of the ranks, then each rank's second, and so on. A collective.
 
     Tensors are sent directly. Anything else is pickled, as in :func:`torch.distributed.all_gather_object`.
 
     Args:
         outputs: This rank's outputs; the ranks may have different numbers of them.
-        group: ``None`` is the default group.
 
     Raises:
         ConfigurationError: An output cannot be pickled.
         PeerError: Another rank failed, died or went silent.
     """
-    if get_world_size(group) == 1:
+    if get_world_size() == 1:
         return list(outputs)
     found: list[Any] = []
     for start in itertools.count(0, OUTPUTS_AT_ONCE):
         own, is_last = outputs[start : start + OUTPUTS_AT_ONCE], start + OUTPUTS_AT_ONCE >= len(outputs)
         tensors: list[torch.Tensor] = []
-        packed = [_pack(output, tensors) for output in own]
-        gathered = all_gather_object((packed, tensors, is_last), "the predictions", group)
-        by_rank = [[_unpack(each, parts) for each in packed] for packed, parts, _ in gathered]
-        by_rank[get_rank(group)] = list(own)
+        gathered = all_gather_object((_pickle(own, tensors), tensors, is_last), "the predictions")
+        by_rank = [_unpickle(pickled, parts) for pickled, parts, _ in gathered]
+        by_rank[get_rank()] = list(own)
         turns = itertools.zip_longest(*by_rank, fillvalue=_NO_OUTPUT)
         found += [output for turn in turns for output in turn if output is not _NO_OUTPUT]
         if all(is_last for *_, is_last in gathered):
@@ -54,31 +51,24 @@ def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = Non
     return found
 
 
-def _pack(output: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    """Append an output to ``tensors``. Return its index there, and whether it is pickled."""
-    if isinstance(output, torch.Tensor) and is_dense(output):
-        tensors.append(output)
-        return [len(tensors) - 1, False]
+def _pickle(outputs: Sequence[Any], tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the outputs pickled, as bytes, but append their tensors to ``tensors``."""
     file = io.BytesIO()
-    pickler = _Pickler(file, tensors)
     try:
-        pickler.dump(output)
+        _Pickler(file, tensors).dump(list(outputs))
     except Exception as error:
+        classes = ", ".join(sorted({type(output).__name__ for output in outputs}))
         raise ConfigurationError(
-            f"a prediction, of {type(output).__name__}, cannot be sent to the other processes, as it cannot be pickled "
+            f"a prediction, of {classes}, cannot be sent to the other processes, as it cannot be pickled "
             f"({error}). Return tensors, or what can be pickled. (In Lightning, "
             "trainer.predict(..., return_predictions=False) sends nothing; writers get each process's batches.)"
         ) from error
-    tensors.append(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8))
-    return [len(tensors) - 1, True]
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-def _unpack(packed: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Inverse of :func:`_pack`."""
-    place, is_pickled = packed
-    if not is_pickled:
-        return tensors[place]
-    return _Unpickler(io.BytesIO(bytes_of(tensors[place])), tensors).load()
+def _unpickle(pickled: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Inverse of :func:`_pickle`."""
+    return list(_Unpickler(io.BytesIO(bytes_of(pickled)), tensors).load())
 
 
 class _Pickler(pickle.Pickler):

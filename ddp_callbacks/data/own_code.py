@@ -6,12 +6,11 @@ import dis
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-
-from ddp_callbacks.data.sample_seeds import is_of_library, is_own
 
 _CLOCKS = {
     *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "datetime"),
@@ -26,27 +25,41 @@ _OF_VARIABLE = re.compile("_(FAST|NAME|GLOBAL|DEREF)")
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 
 
+def is_own(kind: Any) -> bool:
+    """Whether a class or a function is the program's own, of no library."""
+    return not is_of_library(str(kind.__module__))  # code from exec may have none
+
+
+@functools.cache
+def is_of_library(module: str) -> bool:
+    """Whether this is no module of the user's own."""
+    place = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place
+
+
 def functions_of(owner: Any) -> list[FunctionType]:
     """Return the functions of the user's own code that an object has, as methods or attributes, also decorated."""
     inherited = [vars(kind).values() for kind in type(owner).__mro__ if is_own(kind)]
-    return _own(_closure([*getattr(owner, "__dict__", {}).values(), *itertools.chain(*inherited)], _enclosed))
+    return _own(_closure([*getattr(owner, "__dict__", {}).values(), *itertools.chain(*inherited)]))
 
 
 def may_read(owner: Any, hook: str, *words: str) -> bool:
     """Whether a hook of the user's, or what it may call, has one of these names or texts in its code."""
     hooks = [each for each in functions_of(owner) if each.__name__ == hook or not each.__name__.startswith("on_")]
-    called = _own(_closure(hooks, lambda function: itertools.chain(_enclosed(function), _named(function))))
+    called = _own(_closure(hooks, _named))
     return any({*each.__code__.co_names, *each.__code__.co_consts}.intersection(words) for each in called)
 
 
-def _closure(found: Iterable[Any], next_ones: Callable[[FunctionType], Iterable[Any]]) -> list[FunctionType]:
+def _closure(
+    found: Iterable[Any], next_ones: Callable[[FunctionType], Iterable[Any]] = lambda _: ()
+) -> list[FunctionType]:
     """Return the functions among these, and all that can be reached from them."""
     pending, known = [*found], dict[FunctionType, None]()
     while pending:
         function = getattr(each := pending.pop(0), "__func__", each)
         if isinstance(function, FunctionType) and function not in known:
             known[function] = None
-            pending += next_ones(function)
+            pending += [*enclosed(function).values(), *next_ones(function)]
     return [*known]
 
 
@@ -54,17 +67,19 @@ def _own(functions: Iterable[FunctionType]) -> list[FunctionType]:
     return [each for each in functions if is_own(each)]
 
 
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    """Yield the variables of a function that it has from where it is defined, such as what a decorator calls."""
-    for cell in function.__closure__ or ():
+def enclosed(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of a function that it has from where it is defined, such as what a decorator calls."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty
-            yield cell.cell_contents
+            found[name] = cell.cell_contents
+    return found
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
     """Yield what a user's function names: global variables, and what its modules of the user's own have."""
     names, known = names_in(function.__code__), function.__globals__
-    found = [known[name] for name in names & known.keys()] if is_own(function) else []
+    found = [known[name] for name in known.keys() & names] if is_own(function) else []
     modules = [each for each in found if isinstance(each, ModuleType) and not is_of_library(each.__name__)]
     return itertools.chain(found, (vars(each).get(name) for each in modules for name in names))
 
@@ -96,10 +111,11 @@ def running_in(code: CodeType) -> set[str]:
     return running
 
 
-def names_in(code: CodeType) -> set[str]:
-    """Return all names in this code, and in that of the functions inside."""
-    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inner)
+@functools.cache
+def names_in(code: CodeType) -> Sequence[str]:
+    """Return the names of globals and attributes in a function, and in those inside of it, such as comprehensions."""
+    inside = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return [*code.co_names, *itertools.chain.from_iterable(inside)]
 
 
 def is_measured(owners: Iterable[Any], name: str) -> bool:

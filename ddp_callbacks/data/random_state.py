@@ -132,15 +132,11 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
 
 
 @contextmanager
-def drawing_apart(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Inside, each rank draws its own numbers; outside, torch's state advances by one draw on all ranks. Local.
-
-    Args:
-        group: ``None`` is the default group.
-    """
+def drawing_apart() -> Iterator[None]:
+    """Inside, each rank draws its own numbers; outside, torch's state advances by one draw on all ranks. Local."""
     seed = int(torch.randint(1 << 62, ()))
     before = get_global_state()
-    seed_global(digest_of(get_rank(group), seed))
+    seed_global(digest_of(get_rank(), seed))
     try:
         yield
     finally:
@@ -167,15 +163,11 @@ class RunRandomState:
     A rank that draws another amount, as in a hook that asks for the rank, gets rank 0's state again when the ranks
     compare their states next.
 
-    Args:
-        group: ``None`` is the default group.
-
     Attributes:
         draws: What gives the batches of the run their random numbers, if anything does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self.draws: WholeDraws | None = None
 
     def synchronize(self, purpose: str = _PURPOSE) -> None:
@@ -184,8 +176,8 @@ class RunRandomState:
         Args:
             purpose: For error messages, if more than this is over: "the end of the run".
         """
-        if get_world_size(self._group) > 1:
-            self.follow(all_gather_object(self.checksums(), purpose, self._group))
+        if get_world_size() > 1:
+            self.follow(all_gather_object(self.checksums(), purpose))
 
     def checksums(self) -> list[int]:
         """Return one of the generators of torch, and one of Python's and NumPy's, for :meth:`follow`. Local.
@@ -201,7 +193,7 @@ class RunRandomState:
             of_ranks: Each rank's :meth:`checksums` at this moment.
         """
         if any(found != of_ranks[0] for found in of_ranks):
-            restore_global_state(broadcast_object(get_global_state(), _PURPOSE, self._group))
+            restore_global_state(broadcast_object(get_global_state(), _PURPOSE))
 
     def report(self) -> list[Any]:
         """Return :meth:`checksums` and a report of draws, for :meth:`take`. Local."""

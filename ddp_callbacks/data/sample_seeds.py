@@ -7,12 +7,10 @@ the data set and its transforms hold, or name in their code. The process's own r
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from ddp_callbacks.data.global_state import (
     seed_generator,
     set_global_state,
 )
+from ddp_callbacks.data.own_code import enclosed, is_own, names_in
 from ddp_callbacks.errors import warn
 
 _OBJECTS = 100  # of a data set, in which to look for generators
@@ -131,26 +130,12 @@ def _used_by(owner: Any) -> Iterable[Any]:
     if isinstance(owner, MethodType):
         return (owner.__self__, owner.__func__)
     if isinstance(owner, FunctionType):
-        named = (owner.__globals__.get(name) for name in _names_in(owner.__code__))
-        return (*map(_contents, owner.__closure__ or ()), *named)
+        named = (owner.__globals__.get(name) for name in names_in(owner.__code__))
+        return (*enclosed(owner).values(), *named)
     if isinstance(owner, type):
         return [getattr(value, "__func__", value) for value in vars(owner).values()]
     slots = [getattr(owner, name, None) for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
     return (*getattr(owner, "__dict__", {}).values(), *slots, *type(owner).__mro__)
-
-
-@cache
-def _names_in(code: CodeType) -> Sequence[str]:
-    """Return the names of globals, and attributes, in a function and in those inside of it, such as comprehensions."""
-    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return [*code.co_names, *itertools.chain.from_iterable(inside)]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _may_use(value: Any) -> bool:
@@ -160,18 +145,6 @@ def _may_use(value: Any) -> bool:
         return False
     is_plain = type(value) in (list, tuple, dict) or isinstance(value, MethodType | partial)
     return is_plain or bool(getattr(value, "__dict__", ())) or hasattr(type(value), "__slots__") or is_own(type(value))
-
-
-def is_own(kind: Any) -> bool:
-    """Whether a class or a function is the program's own, of no library."""
-    return not is_of_library(str(kind.__module__))  # code from exec may have none
-
-
-@cache
-def is_of_library(module: str) -> bool:
-    """Whether this is no module of the user's own."""
-    place = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module.partition(".")[0] in {*sys.stdlib_module_names, "ddp_callbacks"} or "-packages" in place
 
 
 class Loading:

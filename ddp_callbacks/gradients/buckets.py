@@ -71,8 +71,6 @@ class Forecast:
     def note(self, filled: Sequence[int]) -> None:
         """Record the buckets that the backward has filled, and update ``guess`` for the next one."""
         now = tuple(filled)
-        if now == self.guess and self._seen == (now,) * _REMEMBERED:
-            return
         if len(self._next) >= _PATTERNS:
             self._next.clear()
         self._next[self._seen] = now

@@ -9,9 +9,9 @@ if the last bucket cannot carry them: low precision, compression, a communicatio
 them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
 still notices in each step if another rank has failed.
 
-After them come numbers of each rank: its weight, and the caller's numbers, which saves a message. Each rank writes to
-its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
-which float32 holds exactly, whatever their bits.
+After them come numbers of each rank: its weight, and whether it skips the step. Each rank writes to its own place,
+which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers, which float32
+holds exactly, whatever their bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 _PIECES = 4  # 16-bit integers in a float64
+_NUMBERS = 2  # of each rank
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,23 @@ class MetadataFormat:
     Attributes:
         buckets, parameters: How many there are; the message has a flag for each.
         rank, world_size: This rank, and the number of ranks.
-        numbers: How many numbers each rank sends along to be gathered.
     """
 
     buckets: int
     parameters: int
     rank: int
     world_size: int
-    numbers: int
 
     @property
     def numel(self) -> int:
         """The length of a message."""
-        return 1 + self.buckets + self.parameters + self.world_size * self.numbers * _PIECES
+        return 1 + self.buckets + self.parameters + self.world_size * _NUMBERS * _PIECES
 
     def encode(
         self, trained: float, dirty: Sequence[bool], used: Sequence[bool], numbers: Sequence[float]
     ) -> torch.Tensor:
         """Return this rank's message: what is summed, then ``numbers`` in its own place."""
-        width = self.numbers * _PIECES
+        width = _NUMBERS * _PIECES
         places = [0] * (self.world_size * width)
         places[self.rank * width : (self.rank + 1) * width] = array("h", array("d", numbers).tobytes())
         return torch.tensor([trained, *dirty, *used, *places], dtype=torch.float64, device="cpu")
@@ -61,5 +60,5 @@ class MetadataFormat:
         flags, places = values[: self.buckets + self.parameters], values[self.buckets + self.parameters :]
         is_set = [count > 0 for count in flags]
         numbers = array("d", array("h", map(int, places)).tobytes()).tolist()
-        by_rank = [numbers[rank * self.numbers : (rank + 1) * self.numbers] for rank in range(self.world_size)]
+        by_rank = [numbers[rank * _NUMBERS : (rank + 1) * _NUMBERS] for rank in range(self.world_size)]
         return trained, is_set[: self.buckets], is_set[self.buckets :], by_rank

@@ -64,28 +64,26 @@ class Reducer:
         buckets: The buckets of the dense gradients.
         weighing: The weights of this rank's backwards.
         rounds: The number of complete synchronizations.
-        outgoing: The numbers to send with the next synchronization; ``None`` if there are none.
-        carried: All ranks' numbers from the last synchronization that had some, by rank.
+        skips: Whether this rank skips the step of the next synchronization.
+        skipped_by: Whether each rank has skipped that of the last one.
 
     Args:
         known: The parameters.
         sums: Sums the gradients over the ranks.
-        room: How many numbers each rank can send along.
         times: Where to note this rank's times between the waits for sums.
     """
 
-    def __init__(self, known: Parameters, sums: BucketSums, room: int, times: StepTimes) -> None:
+    def __init__(self, known: Parameters, sums: BucketSums, times: StepTimes) -> None:
         self.known, dense = known, known.dense
         self.parameters, self.dense = [*dense, *known.sparse], len(dense)
         self.used = [False] * len(self.parameters)
         self._sums, self._group = sums, sums.group
         self.weighing = Weighing(self.parameters, self.used, self._group.size())
         self.rounds = 0
-        self.outgoing: Sequence[float] | None = None
-        self.carried: list[list[float]] = []
+        self.skips, self.skipped_by = False, list[bool]()
         self._times, self._drawn, self._run = times, presence().drawn, presence().run
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
-        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
+        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size())
         self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
         self._forecast = Forecast([bucket.index for bucket in self.buckets if bucket.active])
         self._planned: list[Bucket] = []  # the buckets that this backward should fill, in launch order
@@ -112,7 +110,7 @@ class Reducer:
                 "parameters were added or replaced, but a communication hook may keep state for each bucket, and the "
                 "buckets are others now. Change the model before training, or leave out comm_hook."
             )
-        self.rounds, self.outgoing, self.carried = before.rounds, before.outgoing, before.carried
+        self.rounds = before.rounds
         used = dict(zip(map(id, before.parameters), before.used, strict=True))
         self.used[:] = [used.get(id(parameter), False) for parameter in self.parameters]
         self.weighing.load_state_dict(before.weighing.state_dict())
@@ -159,8 +157,7 @@ class Reducer:
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
         trained, dirty, used, numbers = self._format.decode(self._exchange_metadata())
-        if self.outgoing is not None:
-            self.carried, self.outgoing = [carried for _, *carried in numbers], None
+        self.skips, self.skipped_by = False, [bool(skips) for _, skips in numbers]
         self._require_same_step(trained)
         filled = [bucket for bucket in self.buckets if bucket.active or any(used[slot] for slot in bucket.slots)]
         self._send_rest(filled, dirty)
@@ -237,8 +234,7 @@ class Reducer:
     def _message(self) -> torch.Tensor:
         """Return this rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
-        outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
-        return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, *outgoing])
+        return self._format.encode(self._trained(), dirty, self.used, [self.weighing.weight, self.skips])
 
     def _trained(self) -> float:
         """Return a checksum of what must be trained alike; float32 holds its sum over the ranks exactly."""

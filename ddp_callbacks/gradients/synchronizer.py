@@ -57,8 +57,6 @@ class GradientSynchronizer:
 
     Attributes:
         rounds: The number of complete synchronizations; 0 with a single process.
-        room: The ``room`` that was passed.
-        carried: The numbers that the ranks passed to :meth:`carry` last, by rank.
         times: This rank's times of the parts of a step. Who begins a batch marks the end of "between steps".
 
     Args:
@@ -69,7 +67,6 @@ class GradientSynchronizer:
         compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
             keeps every sum exact, as it always is on a single node.
         process_group: The ranks' process group; ``None`` is the default group.
-        room: How many numbers each rank can send with the gradients (:meth:`carry`).
 
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range. Here and in the first backward: a
@@ -89,15 +86,12 @@ class GradientSynchronizer:
         comm_state: Any = None,
         compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
-        room: int = 0,
     ) -> None:
         self._options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
-        self.room = room
         self.times = StepTimes(module, bucket_cap_mb=bucket_cap_mb, comm_hook=comm_hook, compress=compress)
         self._module = module
         self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
-        self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
         self._world_size = get_world_size(process_group)
         if self._world_size == 1:
@@ -113,7 +107,7 @@ class GradientSynchronizer:
             refuse_foreign_hooks(known.named)
         self._require_same_way()
         devices = [parameter.device for parameter in known.named.values()]
-        reducer = Reducer(known, BucketSums(self._group, devices, self._options), self.room, self.times)
+        reducer = Reducer(known, BucketSums(self._group, devices, self._options), self.times)
         if before is not None:
             reducer.continue_from(before)
             self.close()
@@ -145,7 +139,6 @@ class GradientSynchronizer:
             "bucket_cap_mb": options.bucket_cap_mb,
             "comm_hook": str(name),
             "compress": str(options.compress),
-            "room": self.room,
         }
         remedy = "Give every process the same model and the same arguments."
         require_agreement(settings, "how gradients are synchronized", remedy, self._group)
@@ -154,11 +147,6 @@ class GradientSynchronizer:
     def rounds(self) -> int:
         """The number of complete synchronizations; 0 with a single process."""
         return 0 if self._reducer is None else self._reducer.rounds
-
-    @property
-    def carried(self) -> list[list[float]]:
-        """The numbers that the ranks passed to :meth:`carry` last, by rank."""
-        return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
         """Set this rank's weight in the following backwards. Local, unless parameters have changed, see :meth:`follow`.
@@ -231,23 +219,17 @@ class GradientSynchronizer:
         if self._reducer is not None and self._switch.enabled:
             self._hooks.synchronize()
 
-    def carry(self, numbers: Sequence[float]) -> None:
-        """Send numbers with the next synchronization; afterwards, ``carried`` has all ranks' numbers. Local.
-
-        Every rank must call it before the same synchronization.
-
-        Args:
-            numbers: Exactly ``room`` numbers.
+    def skip(self) -> list[bool]:
+        """Like :meth:`synchronize`, on a rank that skips this step; return which ranks do. A collective.
 
         Raises:
-            ConfigurationError: Their count is not ``room``.
+            PeerError: Another rank failed or died.
         """
-        if len(numbers) != self.room:
-            raise ConfigurationError(f"there is room for {self.room} numbers, got {len(numbers)}.")
         if self._reducer is None:
-            self._carried = [list(numbers)]
-        else:
-            self._reducer.outgoing = numbers
+            return [True]
+        self._reducer.skips = True
+        self.synchronize()
+        return self._reducer.skipped_by
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to resume with the same bits: plain data and tensors, for a checkpoint. Local.

@@ -127,14 +127,13 @@ class Comparisons:
 
     Args:
         verify: See :func:`check_first_batch`; ``None`` compares nothing.
-        group: ``None`` is the default group.
 
     Attributes:
         called: A collective of torch that the loss calls, equal on all ranks; empty if none, or nothing was compared.
     """
 
-    def __init__(self, verify: Verify | None, group: dist.ProcessGroup | None = None) -> None:
-        self.verify, self._group = verify, group
+    def __init__(self, verify: Verify | None) -> None:
+        self.verify = verify
         self.called, self._has_told = "", False
         self._epoch, self._end, self._seconds = -1, 0.0, 0.0  # of the last comparison
 
@@ -152,7 +151,7 @@ class Comparisons:
         if epoch & (epoch - 1) or not self._seconds:  # no power of two; a fit that goes on has compared nothing
             return False
         has_time = time.perf_counter() - self._end > _RARELY * self._seconds
-        return bool(broadcast_object(has_time, PURPOSE, self._group))
+        return bool(broadcast_object(has_time, PURPOSE))
 
     def compare(self, computation: Computation, load: Callable[[], FirstBatch], epoch: int) -> None:
         """Compare; see :func:`check_first_batch`. A collective."""
@@ -160,22 +159,22 @@ class Comparisons:
         assert self.verify is not None
         draws = computation.draws if epoch else None
         with nullcontext() if draws is None else draws.learning_nothing():  # time decides whether there is a later one
-            agrees = check_first_batch(self.verify, computation, load, self._group, epoch)
+            agrees = check_first_batch(self.verify, computation, load, epoch=epoch)
         self.verify = self.verify if agrees and self.verify == "warn" else None
         self._epoch, self._end = epoch, time.perf_counter()
         self._seconds = self._end - begin
         if (report := recorder()) is not None:
             report.compared += self._seconds
-        self.called = broadcast_object(next(iter(computation.refused), ""), PURPOSE, self._group)
+        self.called = broadcast_object(next(iter(computation.refused), ""), PURPOSE)
 
     def look(self, share: Share) -> None:
         """Warn on rank 0, once, of a loss that communicates, if the parts of a batch are unequal. Local.
 
         Call it for losses that are means over the samples.
         """
-        if not self.called or self._has_told or get_rank(self._group) > 0:
+        if not self.called or self._has_told or get_rank() > 0:
             return
-        if share.total and share.local * get_world_size(self._group) != share.total:
+        if share.total and share.local * get_world_size() != share.total:
             self._has_told = True
             warn(_COMMUNICATES.format(name=self.called, local=share.local, total=share.total))
 

@@ -165,11 +165,8 @@ class Batches:
         """Whether this rank's loss has weight 0 in a batch that counts."""
         return bool(self.total) and not self.weight
 
-    def take(self, batch: Any, loaders: list[Any], training: bool, has_loss: bool = True) -> None:
+    def take(self, batch: Any, loaders: list[Any], training: bool) -> None:
         """Note the share of a batch that comes from ``loaders``. A collective in training.
-
-        Args:
-            has_loss: Whether the batch has a loss to weigh; batches of predictions have none.
 
         Raises:
             ConfigurationError: The loaders' batches are divided in different proportions.
@@ -181,7 +178,7 @@ class Batches:
         self.share, self.total = share, None
         self.rows = share.rows if all(each.rows == share.rows for each in shares) else None
         self.have_other_rows = self.have_other_rows or self.rows is not share.rows
-        self.weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
+        self.weight = weigh(batch, share, self._weight_of, "mean")[0]
         if self._weight_of is None and share.total is not None:
             self.total = float(share.total)
         elif training and self._sums_weights:

@@ -73,7 +73,7 @@ class Decisions:
             self.wishes.discard(wish)
             self._act(wish)
             if wish == "stop" and self._stops:
-                tell_lone_decision(asked, _STOPS.format(step=self._trainer.global_step), resolve_group(None))
+                tell_lone_decision(asked, _STOPS.format(step=self._trainer.global_step))
             self.ask()
 
     def ask(self) -> bool:

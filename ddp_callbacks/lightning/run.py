@@ -146,7 +146,7 @@ class Run:
         if not _parts.is_asked_by_loop(self._trainer):
             return False
         training, self._loader = self._trainer.training, dataloader_idx
-        self.batches.take(batch, self._loaders_of_batch, training, not self._trainer.predicting)
+        self.batches.take(batch, self._loaders_of_batch, training)
         self._collected.note(self.batches.share.local)
         if training:
             self._trained += self.batches.share.local
@@ -301,10 +301,7 @@ class Run:
             if all(answers) and self._synchronizer is not None:
                 self._synchronizer.synchronize()  # gradients that were accumulated before
             return answers
-        carrier.carry([float(skips)])
-        if skips:
-            carrier.synchronize()  # as the others do in their backward, if they skip nothing
-        return [bool(number) for (number,) in carrier.carried]
+        return carrier.skip() if skips else []  # the others synchronize in their backward, if they skip nothing
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:

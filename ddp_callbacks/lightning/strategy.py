@@ -102,7 +102,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        check_sync(sync, comm_hook=comm_hook)
+        check_sync(sync, reduction, comm_hook=comm_hook)
         check_verify(verify, sync)
         check_skip_batch(skip_batch, sync)
         check_on_divergence(on_divergence)
@@ -219,7 +219,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(held, room=1, **vars(self._engine))
+                self._synchronizer = GradientSynchronizer(held, **vars(self._engine))
                 self._exit.callback(self._synchronizer.close)
             else:
                 self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)

@@ -81,15 +81,15 @@ class ParameterAverager:
         self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         begin_run(process_group)
         self._module, self._bucket_cap_mb, self._compress = module, bucket_cap_mb, compress
+        self._settings = {"sync": repr(self._sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
         self._is_alone = get_world_size(process_group) == 1
         self._start()
         if (own := recorder()) is not None:
-            own.describe(module, {"sync": repr(self._sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress})
+            own.describe(module, self._settings)
 
     def _start(self) -> None:
         """Average the parameters that the module has now. A collective."""
-        settings = {"sync": repr(self._sync), "bucket_cap_mb": self._bucket_cap_mb, "compress": self._compress}
-        settings |= module_settings(self._module)
+        settings = self._settings | module_settings(self._module)
         require_agreement(settings, _PURPOSE, "Give every process the same model and the same settings.", self._group)
         self._known = Parameters(self._module)
         if self._is_alone and isinstance(self._sync, LocalSGD):

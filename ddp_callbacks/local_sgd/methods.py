@@ -69,12 +69,17 @@ class DiLoCo(_Method):
 Sync = Literal["every_step"] | LocalSGD | DiLoCo
 
 
-def check_sync(sync: Any, *, comm_hook: Any = None, sync_batchnorm: bool = False) -> None:
+def check_sync(sync: Any, reduction: str | None = None, *, comm_hook: Any = None, sync_batchnorm: bool = False) -> None:
     """Raise :class:`ConfigurationError` unless ``sync`` is a :data:`Sync` and compatible with the other settings."""
     if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
     if sync == "every_step":
         return
+    if reduction == "sum":
+        raise ConfigurationError(
+            f"sync={sync!r} takes local steps, which would be shorter on more processes if the loss is a sum. Take the "
+            'mean (reduction="mean").'
+        )
     if comm_hook is not None or sync_batchnorm:
         batch_norm = "sync_batchnorm=True exchanges statistics in every step"
         conflict = batch_norm if comm_hook is None else "a comm_hook sums gradients"

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks.errors import say
-from ddp_callbacks.process_group.failures import describe_rank, wait
-from ddp_callbacks.process_group.presence import presence
+from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.presence import describe, presence
 
 
 class Agreement:
@@ -106,7 +106,7 @@ class Agreement:
             self._here.responders.pop(self._name, None)
 
 
-def tell_lone_decision(asked: Sequence[bool], decided: str, group: dist.ProcessGroup) -> None:
+def tell_lone_decision(asked: Sequence[bool], decided: str) -> None:
     """Let rank 0 say which ranks have decided alone what all do now, if some have and others have not. Local.
 
     Args:
@@ -114,6 +114,6 @@ def tell_lone_decision(asked: Sequence[bool], decided: str, group: dist.ProcessG
         decided: What, and how all could decide alike: "set x, and the others did not: ...".
     """
     alone = [rank for rank, has_asked in enumerate(asked) if has_asked]
-    if alone and len(alone) < len(asked) and group.rank() == 0:
+    if alone and len(alone) < len(asked) and presence().rank == 0:
         more = f" and {len(alone) - 1} more" if alone[1:] else ""
-        say(f"{describe_rank(group, alone[0])}{more} {decided}")
+        say(f"{describe(alone[0])}{more} {decided}")

@@ -73,6 +73,10 @@ class Preemption:
         self._deadline = float("inf")
         self._agreement: Agreement | None = None
 
+    def __reduce__(self) -> Any:
+        """A copy or pickle uses the default group, and knows of no request."""
+        return type(self), (self._signals, self._limit)
+
     def __enter__(self) -> Preemption:
         self.reason = self._own = ""
         self._signalled = 0.0

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.errors import say
-from ddp_callbacks.process_group import get_rank, resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.process_group.presence import describe
 from ddp_callbacks.replicas.equality import OnDivergence, exchange_checksums, repair_or_raise
 from ddp_callbacks.replicas.step_times import StepTimes, Stragglers
 
@@ -33,21 +32,14 @@ class ReplicaChecks:
         module: The same model on every rank.
         times: This rank's times; their means travel with the comparison, and rank 0 names a rank that is slow.
         on_divergence: See :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
-        group: The ranks' process group, of at least two ranks; ``None`` is the default group.
 
     Attributes:
         times: As passed.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        times: StepTimes,
-        on_divergence: OnDivergence,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, times: StepTimes, on_divergence: OnDivergence) -> None:
         self.times = times
-        self._module, self._on_divergence, self._group = module, on_divergence, group
+        self._module, self._on_divergence = module, on_divergence
         self._steps, self._interval = 0, FIRST  # steps since the last comparison, and until the next one
         self._since, self._cost = time.perf_counter(), 0.0  # end and seconds of the last comparison
         self._stragglers = Stragglers()
@@ -71,10 +63,10 @@ class ReplicaChecks:
         begin = time.perf_counter()
         named = dict(_compared(self._module, optimizers))
         own = [(begin - self._since) / self._steps, self._cost, self.times.take()]
-        found = exchange_checksums(named, own, self._group)
+        found = exchange_checksums(named, own)
         if len({each.processor for each in found}) == 1:
             when = f"after step {step} of epoch {epoch}"
-            repair_or_raise(named, found, when, self._on_divergence, self._group, optimizers)
+            repair_or_raise(named, found, when, self._on_divergence, optimizers=optimizers)
         seconds, costs, times = zip(*(each.note for each in found), strict=True)
         self._name_stragglers(seconds[0], times)
         self._interval, self._steps = steps_until_next(costs, seconds), 0
@@ -83,8 +75,8 @@ class ReplicaChecks:
 
     def _name_stragglers(self, step: float, times: Sequence[Sequence[float]]) -> None:
         for rank, text in self._stragglers.note(step * self._steps, self._steps, times):
-            if get_rank(self._group) == 0:
-                say(f"{describe_rank(resolve_group(self._group), rank)} {text}")
+            if get_rank() == 0:
+                say(f"{describe(rank)} {text}")
 
 
 def steps_until_next(costs: Sequence[float], steps: Sequence[float]) -> int:

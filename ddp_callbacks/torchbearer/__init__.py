@@ -37,8 +37,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from ddp_callbacks.versions import how_to_install
 
 try:
@@ -96,8 +94,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps and at the end of each training pass, so that
-            evaluations and checkpoints have the averaged model, equal on all processes. A sum as the loss is
-            multiplied by the number of processes, so that local steps are as long as those of a single one.
+            evaluations and checkpoints have the averaged model, equal on all processes. The loss must be a mean.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         verify: See :class:`AllReduceGradients`. ``"warn"`` compares nothing if you give ``weight``, ``reduction`` or
@@ -114,7 +111,6 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ``comm_hook``, all processes must use the same parameters in each backward. Otherwise each process
             normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
-        process_group: The ranks' process group; ``None`` is the default group.
         timeout: How long to wait for the other processes to join, and for a silent process.
 
     Raises:
@@ -139,31 +135,28 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         on_divergence: OnDivergence = "raise",
         sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
-        process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        check_sync(sync, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm)
+        check_sync(sync, reduction, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
         check_skip(skip_batch, sync)
         check_on_divergence(on_divergence)
-        if process_group is None:
-            join_process_group(timeout=timeout)
-        group = process_group
+        join_process_group(timeout=timeout)
         if sync == "every_step":
             checks = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
             synchronize: Callback = AllReduceGradients(
-                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, skip_batch, group
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, skip_batch
             )
         else:
-            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)
+            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress)
         callbacks = [
-            BroadcastParameters(group),
-            ShardData(batch_size, randomness, group),
-            SynchronizeBuffers(sync_batchnorm, group),
+            BroadcastParameters(),
+            ShardData(batch_size, randomness),
+            SynchronizeBuffers(sync_batchnorm),
             synchronize,
-            ReduceMetrics(weight, reduction, group),
-            RankZeroOutput(also_rank_zero, group),
-            StopTogether(on_divergence, group),
-            *([Recover()] if group is None and is_wanted() else []),
+            ReduceMetrics(weight, reduction),
+            RankZeroOutput(also_rank_zero),
+            StopTogether(on_divergence),
+            *([Recover()] if is_wanted() else []),
         ]
         super().__init__(callbacks)

@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import AggregatePredictions, CallbackList
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
-from ddp_callbacks.process_group.failures import announce_join
 from ddp_callbacks.replacement import Replaced
 from ddp_callbacks.reporting.recorder import end_training
 from ddp_callbacks.torchbearer.state import State
@@ -44,11 +42,7 @@ class Call:
 
 
 class DistributedCallback(Callback):  # type: ignore[misc]
-    """Base class of callbacks that use a process group. It joins the default group unless you pass one.
-
-    Args:
-        process_group: The ranks' process group; ``None`` is the default group, joined from the environment when the
-            Trial is made.
+    """Base class of callbacks that use the default process group, joined from the environment when the Trial is made.
 
     Attributes:
         calls: The names of the Trial's methods that run inside of :meth:`around`.
@@ -58,15 +52,8 @@ class DistributedCallback(Callback):  # type: ignore[misc]
     calls: ClassVar[tuple[str, ...]] = CALLS
     is_outermost: ClassVar[bool] = False
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self.process_group = process_group
-
     def on_init(self, state: State) -> None:
-        if self.process_group is None:
-            join_process_group()
-        elif self.world_size > 1:
-            announce_join()
+        join_process_group()
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
         _wrap_calls(state[torchbearer.SELF])
 
@@ -104,12 +91,12 @@ class DistributedCallback(Callback):  # type: ignore[misc]
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return get_rank(self.process_group)
+        return get_rank()
 
     @property
     def world_size(self) -> int:
         """The number of processes in the group; 1 before a group is joined."""
-        return get_world_size(self.process_group)
+        return get_world_size()
 
 
 def aggregator_of(state: State) -> AggregatePredictions | None:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import AggregatePredictions as Aggregate
@@ -71,7 +70,6 @@ class ShardData(DistributedCallback):
             several processes each sample of a map-style data set draws its augmentation under a seed of its own.
             ``"by_sample"``: the same, and such seeds on one process, too, so that one and many draw the same.
             ``"by_process"``: each process draws its own numbers in a step, which costs less time.
-        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         ConfigurationError: ``batch_size`` or ``randomness`` is invalid, or ``batch_size`` is ``None`` with
@@ -82,9 +80,8 @@ class ShardData(DistributedCallback):
         self,
         batch_size: BatchSize | None = "global",
         randomness: Randomness = "global",
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__()
         if batch_size is not None:
             check_batch_size(batch_size)
         check_randomness(randomness)
@@ -92,7 +89,7 @@ class ShardData(DistributedCallback):
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
-        self.random_state = RunRandomState(process_group)
+        self.random_state = RunRandomState()
         self._draws: WholeDraws | None = None
         self._evaluating = ExitStack()  # the computation of a batch of an evaluation
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
@@ -156,7 +153,7 @@ class ShardData(DistributedCallback):
             state[torchbearer.SAMPLER] = functools.partial(self._load_apart, state[torchbearer.SAMPLER])
 
     def _load_apart(self, load: Callable[[State], Any], state: State) -> Any:
-        with drawing_apart(self.process_group):
+        with drawing_apart():
             return load(state)
 
     def _divide_all(self, state: State) -> None:
@@ -178,7 +175,7 @@ class ShardData(DistributedCallback):
         loader, steps = state[torchbearer.GENERATOR], state[torchbearer.STEPS]
         divided, _ = self._shard(loader, steps)
         if isinstance(divided, ShardedLoader) and steps:
-            part = deal_next_pass(divided, self.process_group)
+            part = deal_next_pass(divided)
             length = length_of(loader) or steps
             passes, rest = divmod(steps, length)
             state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
@@ -250,7 +247,7 @@ class ShardData(DistributedCallback):
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
             both = zip(aggregator.predictions_list, self._is_mine, strict=False)
-            gathered = gather_outputs([output if is_mine else ... for output, is_mine in both], self.process_group)
+            gathered = gather_outputs([output if is_mine else ... for output, is_mine in both])
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
             predictions = [output for output in gathered if output is not ...][:limit]
             for each in [aggregator, *(own for own in state[torchbearer.CALLBACK_LIST] if isinstance(own, Aggregate))]:
@@ -304,7 +301,7 @@ class ShardData(DistributedCallback):
             return generator, steps
         if id(generator) not in self._sharded:
             divide = resumable_loader if self._divides_alone and generator is not None else shard_loader
-            sharded = divide(generator, self.batch_size, self.process_group, needed)
+            sharded = divide(generator, self.batch_size, at_least=needed)
             self._sharded[id(generator)] = (generator, sharded)
         sharded = self._sharded[id(generator)][1]
         if self.batch_size == "per_process" and sharded is not generator and steps == length_of(generator):

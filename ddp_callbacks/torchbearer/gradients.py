@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torchbearer
 from torch.autograd.graph import Node
 
@@ -27,7 +26,7 @@ from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
 from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify, check_verify
 from ddp_callbacks.gradients.weighing import weigh_terms_of_parameters
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, check_sync, set_gradients_aside
 from ddp_callbacks.replacement import Replaced, Replacements
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import Call, DistributedCallback, handles
@@ -98,7 +97,6 @@ class AllReduceGradients(WeighsLoss):
             changes nothing, and metrics don't count the batch. All else continues, such as ``on_step_training``. Rank 0
             reports the batch, and the ranks and hosts with such a loss. It costs one small message in each step, and
             reading the loss from its GPU.
-        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         ConfigurationError: A setting is invalid. At the start: ``skip_batch`` with LBFGS, which computes the loss
@@ -118,9 +116,8 @@ class AllReduceGradients(WeighsLoss):
         compress: Compress = None,
         verify: Verify | None = None,
         skip_batch: SkipBatch | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__()
         self._options: dict[str, Any] = vars(EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress))
         check_verify(verify, "every_step")
         check_skip(skip_batch, "every_step")
@@ -141,7 +138,7 @@ class AllReduceGradients(WeighsLoss):
             if self.world_size > 1:
                 self._replacements.replace(call.trial, "closure", self._joining)
             if self._skip_batch is not None:
-                self._bad = BadBatches(self.process_group)
+                self._bad = BadBatches()
                 self._replacements.replace(call.trial, "closure", self._ending)
             try:
                 yield
@@ -158,20 +155,20 @@ class AllReduceGradients(WeighsLoss):
     def _after_step(self, event: Event, state: State) -> None:
         """Give a user's callbacks that read the loss that of the global batch. A collective then."""
         if self._joins_loss and torchbearer.LOSS in state:
-            state[torchbearer.LOSS] = self._loss_weight.joined(state, self.process_group)
+            state[torchbearer.LOSS] = self._loss_weight.joined(state)
         event(state)
 
     def on_start(self, state: State) -> None:
         callbacks = [each for each in state[torchbearer.CALLBACK_LIST] if handles(each, (_STEP,))]
         reads = any(may_read(each, _STEP, "LOSS") for each in callbacks)
-        self._joins_loss = self.world_size > 1 and all(all_gather_object(reads, _WHETHER, self.process_group))
-        self._losses, self._comparisons = LossWatch(), Comparisons(self._verify, self.process_group)
+        self._joins_loss = self.world_size > 1 and all(all_gather_object(reads, _WHETHER))
+        self._losses, self._comparisons = LossWatch(), Comparisons(self._verify)
         if self._skip_batch is not None:
             check_optimizer(self._skip_batch, state[torchbearer.OPTIMIZER])
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = GradientSynchronizer(held_by(state), **self._options, process_group=self.process_group)
+            self._synchronizer = GradientSynchronizer(held_by(state), **self._options)
             state[STEP_TIMES] = self._synchronizer.times
         self._skipped = 0
 
@@ -209,7 +206,7 @@ class AllReduceGradients(WeighsLoss):
             return
         if total is None:
             own = torch.tensor([weight], dtype=torch.float64)
-            total = float(all_reduce(own, "the weight of the loss", self.process_group))
+            total = float(all_reduce(own, "the weight of the loss"))
         synchronizer.weigh_loss(loss, weight, total)
 
     def on_backward(self, state: State) -> None:
@@ -270,7 +267,7 @@ class AllReduceGradients(WeighsLoss):
         loss = closure(state)
         if loss is None or not isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             return loss
-        return self._loss_weight.joined({**state, torchbearer.LOSS: torch.as_tensor(loss)}, self.process_group)
+        return self._loss_weight.joined({**state, torchbearer.LOSS: torch.as_tensor(loss)})
 
     def _verify_batch(self, state: State) -> None:
         """Compare the ranks' gradients of the first batch of an epoch with that of the global batch. A collective.
@@ -316,9 +313,8 @@ class AverageParameters(WeighsLoss):
     after this one see the averaged model in ``on_end_training``, and so do evaluations and checkpoints. DiLoCo's outer
     momentum is in the optimizer's state, so a Trial's ``state_dict`` contains it.
 
-    With a mean loss, each rank gets the gradient of its part of the batch. A sum is multiplied by the number of ranks,
-    so that local steps are as long as those of a single process. If a rank has no sample of a batch, that batch's
-    backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
+    Each rank gets the gradient of its part of the batch, of a loss that is a mean. If a rank has no sample of a batch,
+    that batch's backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
     """
 
     def __init__(
@@ -328,18 +324,14 @@ class AverageParameters(WeighsLoss):
         reduction: str | None = None,
         bucket_cap_mb: float = 25.0,
         compress: Compress = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__()
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, None)
-        self._make = functools.partial(
-            ParameterAverager, bucket_cap_mb=bucket_cap_mb, compress=compress, process_group=process_group
-        )
+        self._make = functools.partial(ParameterAverager, bucket_cap_mb=bucket_cap_mb, compress=compress)
         self._sync, self._loss_weight = sync, LossWeight(weight, reduction)
         self.averager: ParameterAverager | None = None
         self._weight = 1.0  # this rank's weight in the current step
-        self._is_weighed = False  # whether the current step's loss has been
         self._put_back: Callable[[], None] | None = None
 
     @contextmanager
@@ -352,27 +344,22 @@ class AverageParameters(WeighsLoss):
 
     def on_start_training(self, state: State) -> None:
         if self.averager is None:
+            check_sync(self._sync, self._loss_weight.reduction(state))
             self.averager = self._make(held_by(state), self._sync, state[torchbearer.OPTIMIZER])
         else:
             self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
 
     def on_sample(self, state: State) -> None:
-        self._weight, self._is_weighed = float(share_of(state).local), False
+        self._weight = float(share_of(state).local)
         in_training_pass(self.averager).follow()
 
     def weigh(self, state: State, criterion: Node | None) -> None:
-        """Weigh the loss, as long as a single process's."""
-        self._is_weighed = True
+        """Note the weight of the step. A rank without one keeps its gradients."""
         if self.world_size == 1:
             return
         self._weight, _ = self._loss_weight.of(state)
         if not self._weight:
             self._put_back = set_gradients_aside(held_by(state))
-        if self._loss_weight.reduction(state) == "sum":
-            self._weight, loss = 1.0, _loss_in(state, ['reduction="sum"'])
-            if loss.requires_grad:  # the value of the loss stays unchanged, for metrics
-                loss.register_hook(lambda gradient: gradient * self.world_size)
-                weigh_terms_of_parameters(loss, criterion, 1 / self.world_size)
 
     def on_backward(self, state: State) -> None:
         if self._put_back is not None:
@@ -380,12 +367,6 @@ class AverageParameters(WeighsLoss):
             self._put_back = None
 
     def on_step_training(self, state: State) -> None:
-        if self.world_size > 1 and not self._is_weighed and self._loss_weight.reduction(state) == "sum":
-            raise ConfigurationError(
-                f'sync={self._sync} weighs a sum (reduction="sum") in on_criterion, which this closure (with_closure) '
-                "has not called. Call state[torchbearer.CALLBACK_LIST].on_criterion(state) before backward, or take "
-                "the mean."
-            )
         in_training_pass(self.averager).step(self._weight)
 
     def on_end_training(self, state: State) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.comm.collectives import all_reduce
@@ -58,17 +57,16 @@ class LossWeight:
         own = None if self.reduction(state) == "sum" else self._weight(state)
         return loss_weight(share_of(state), self.reduction(state), own)
 
-    def joined(self, state: State, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def joined(self, state: State) -> torch.Tensor:
         """Return the loss of the global batch, from those of the ranks. A collective.
 
         Args:
             state: The Trial's state, after the loss is computed.
-            group: The ranks' process group.
         """
         loss, (weight, total) = state[torchbearer.LOSS].detach(), self.of(state)
         wide = loss.double()
         part = wide * weight if weight else torch.zeros_like(wide)  # the mean over no sample is NaN
-        sums = all_reduce(torch.stack([part, torch.full_like(wide, weight)]), "the loss", group)
+        sums = all_reduce(torch.stack([part, torch.full_like(wide, weight)]), "the loss")
         return (sums[0] / (sums[1] if total is None else total)).to(loss.dtype)
 
     def of_samples(self, state: State) -> tuple[float, float | None]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
@@ -48,7 +47,6 @@ class ReduceMetrics(DistributedCallback):
 
     Args:
         weight, reduction: For metrics of the loss, see :class:`ddp_callbacks.torchbearer.loss_weight.LossWeight`.
-        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         ConfigurationError: An ``EpochLambda`` gets predictions or targets whose first dimension does not hold samples,
@@ -60,9 +58,8 @@ class ReduceMetrics(DistributedCallback):
         self,
         weight: Weight | None = None,
         reduction: str | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__()
         self._loss_weight = LossWeight(weight, reduction)
         self._is_in_pass = False
         self._pass: MetricsPass | None = None  # the current pass, on several processes
@@ -88,7 +85,7 @@ class ReduceMetrics(DistributedCallback):
         self._end()
         self._is_in_pass = True
         if self.world_size > 1:
-            self._pass = MetricsPass(state, self._loss_weight, self._collected, self._check, self.process_group)
+            self._pass = MetricsPass(state, self._loss_weight, self._collected, self._check)
 
     def on_end_training(self, state: State) -> None:
         self._end()
@@ -146,16 +143,15 @@ class MetricsPass:
         loss_weight: LossWeight,
         collected: Collected,
         check: MetricCheck,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self._list = state[torchbearer.METRIC_LIST]
-        self._loss_weight, self._collected, self._group = loss_weight, collected, group
+        self._loss_weight, self._collected = loss_weight, collected
         collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
         self._reduction = loss_weight.reduction(state)
         self._samples = 0
         is_dealt = aggregator_of(state) is not None  # in predict(), the ranks compute whole batches in turn
-        self._stride = get_world_size(group) if is_dealt else 1
-        self._step = (get_rank(group) if is_dealt else 0) - self._stride  # the current batch
+        self._stride = get_world_size() if is_dealt else 1
+        self._step = (get_rank() if is_dealt else 0) - self._stride  # the current batch
         self._terms: dict[Callback, torch.Tensor] = {}  # that callbacks have added to its loss, if losses are sums
         self._added = BatchLog()  # the loss, and these terms, of each batch
         self._local, self._weight = 0, 0.0  # the current batch's number of samples, and the weight of its loss
@@ -267,7 +263,7 @@ class MetricsPass:
         random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
         final = self._merge(state, random_state) | own(state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
-        return final if is_settled else _settle(final, self._samples, self._group)
+        return final if is_settled else _settle(final, self._samples)
 
     def _merge(self, state: State, random_state: RunRandomState | None) -> dict[str, Any]:
         """Merge the metrics; return running means, which have no final value, and what a rank has not. A collective.
@@ -284,16 +280,16 @@ class MetricsPass:
             "samples": self._samples,
             "first": self._first,
         }
-        of_ranks = all_gather_object(mine, "the merging of the metrics", self._group)
+        of_ranks = all_gather_object(mine, "the merging of the metrics")
         _require_same([found["names"] for found in of_ranks])
-        self._collected.warn([found["collected"] for found in of_ranks], get_rank(self._group))
+        self._collected.warn([found["collected"] for found in of_ranks], get_rank())
         if random_state is not None:
             random_state.take(found["random"] for found in of_ranks)
         shown: dict[str, Any] = {}
         if not all(found["samples"] for found in of_ranks):  # such a rank has not computed any
             shown = {key: value for key, value in state[torchbearer.METRICS].items() if _is_numeric(_plain(value))}
-            shown = broadcast_object(shown, "the running values of the metrics", self._group)
-        if get_rank(self._group) == 0:
+            shown = broadcast_object(shown, "the running values of the metrics")
+        if get_rank() == 0:
             self._compare(of_ranks)
         return shown | _join(self._metrics, of_ranks, self._windows, self._reduction)
 
@@ -423,11 +419,11 @@ def _may_differ(metric: Metric) -> bool:
     return kind.process_final is not Metric.process_final and not kind.__module__.startswith("torchbearer.")
 
 
-def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _settle(final: dict[str, Any], samples: float) -> dict[str, Any]:
     """Check that all ranks have the same metrics, and let them agree on values that differ. A collective."""
     mine = {key: _plain(value) for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
-    gathered = all_gather_object([sorted(mine), numbers, samples], "the final metrics", group)
+    gathered = all_gather_object([sorted(mine), numbers, samples], "the final metrics")
     names, found, counts = zip(*gathered, strict=True)
     _require_same(names)
     for key in numbers:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
@@ -40,13 +39,12 @@ class RankZeroOutput(DistributedCallback):
 
     Args:
         also: Further callback classes to silence on the other ranks, for example your loggers.
-        process_group: The ranks' process group; ``None`` is the default group.
     """
 
     calls = (*CALLS, "replay")
 
-    def __init__(self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(process_group)
+    def __init__(self, also: tuple[type[Callback], ...] = ()) -> None:
+        super().__init__()
         self._writers = WRITERS + tuple(also)
 
     def on_init(self, state: State) -> None:

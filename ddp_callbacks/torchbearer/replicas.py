@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 import torchbearer
 from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
@@ -19,7 +18,6 @@ from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.moments import tell_lone_decision
 from ddp_callbacks.process_group.runs import begin_run
@@ -64,7 +62,6 @@ class BroadcastParameters(DistributedCallback):
     call these methods again.
 
     Args:
-        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         MismatchError: On every rank; names the differences and the ranks.
@@ -79,7 +76,7 @@ class BroadcastParameters(DistributedCallback):
         Replaced(state[SELF], "load_state_dict", self._load_noting)
 
     def on_start(self, state: State) -> None:
-        begin_run(self.process_group)
+        begin_run()
         if self._random_state is not None and self._called == "run":
             set_global_state(self._random_state)
             self._random_state = None
@@ -87,16 +84,15 @@ class BroadcastParameters(DistributedCallback):
             return
         resumed = self._follow_resumed(state[HISTORY])
         if resumed:
-            replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+            replicas.broadcast_optimizer_state(state[OPTIMIZER])
         require_agreement(
             module_settings(held_by(state)) | self._settings(state) | optimizer_settings(state[OPTIMIZER]),
             "the Trial",
             "Run the same script with the same arguments, data and libraries in every process.",
-            self.process_group,
         )
-        replicas.broadcast_parameters(held_by(state), self.process_group)
+        replicas.broadcast_parameters(held_by(state))
         if not resumed:
-            replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+            replicas.broadcast_optimizer_state(state[OPTIMIZER])
 
     def _settings(self, state: State) -> dict[str, str]:
         settings = {
@@ -136,13 +132,13 @@ class BroadcastParameters(DistributedCallback):
         Rank 0 has resumed if it has loaded a checkpoint, or has a history.
         """
         loaded, self._loaded = self._loaded, None
-        found = all_gather_object([loaded, len(history)], "who resumes", self.process_group)
+        found = all_gather_object([loaded, len(history)], "who resumes")
         by_rank, epochs = zip(*found, strict=True)
         if len(set(by_rank)) > 1 and any(by_rank[1:]):
-            replicas.require_same_checkpoint(loaded, "a state", self.process_group)
+            replicas.require_same_checkpoint(loaded, "a state")
         if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
             return False
-        history[:] = broadcast_object(history, "the history", self.process_group)
+        history[:] = broadcast_object(history, "the history")
         return True
 
 
@@ -157,11 +153,10 @@ class SynchronizeBuffers(DistributedCallback):
             :class:`ddp_callbacks.BatchNormSynchronizer`. They are restored when ``run``, ``evaluate`` or ``predict``
             returns or raises. This sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
             before backward instead of the gradients after it; gradients through these layers are then exact.
-        process_group: The ranks' process group; ``None`` is the default group.
     """
 
-    def __init__(self, sync_batchnorm: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(process_group)
+    def __init__(self, sync_batchnorm: bool = False) -> None:
+        super().__init__()
         self._sync_batchnorm = sync_batchnorm
         self._synchronizer: BatchNormSynchronizer | None = None
         self.samples = 0.0
@@ -179,7 +174,6 @@ class SynchronizeBuffers(DistributedCallback):
             self._synchronizer = BatchNormSynchronizer(
                 state[MODEL],
                 counts=lambda: SHARE not in state or state[SHARE].local > 0,
-                process_group=self.process_group,
             )
 
     def on_start_training(self, state: State) -> None:
@@ -197,7 +191,7 @@ class SynchronizeBuffers(DistributedCallback):
         self._undo = []
 
     def on_end_training(self, state: State) -> None:
-        replicas.merge_buffers(held_by(state), self.samples, self.process_group)
+        replicas.merge_buffers(held_by(state), self.samples)
         self.samples = 0
 
     def local_state(self, state: State) -> dict[str, Any]:
@@ -237,7 +231,6 @@ class StopTogether(DistributedCallback):
 
     Args:
         on_divergence: See :func:`ddp_callbacks.replicas.equality.repair_or_raise`.
-        process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
         MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
@@ -246,8 +239,8 @@ class StopTogether(DistributedCallback):
     _meeting: Sequence[str] = ()  # the events after which the ranks agree
     _checks: ReplicaChecks | None = None  # of this run's training
 
-    def __init__(self, on_divergence: OnDivergence = "raise", process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(process_group)
+    def __init__(self, on_divergence: OnDivergence = "raise") -> None:
+        super().__init__()
         self._on_divergence: OnDivergence = on_divergence
 
     def on_init(self, state: State) -> None:
@@ -265,7 +258,7 @@ class StopTogether(DistributedCallback):
 
     def on_start_training(self, state: State) -> None:
         if self._checks is None and self.world_size > 1 and STEP_TIMES in state:
-            self._checks = ReplicaChecks(held_by(state), state[STEP_TIMES], self._on_divergence, self.process_group)
+            self._checks = ReplicaChecks(held_by(state), state[STEP_TIMES], self._on_divergence)
 
     def on_sample(self, state: State) -> None:
         if self._checks is not None:
@@ -284,7 +277,7 @@ class StopTogether(DistributedCallback):
         random_state: RunRandomState | None = state.get(RUN_RANDOM_STATE)
         own = [bool(state[STOP_TRAINING]), random_state and random_state.checksums()]
         of_ranks = replicas.require_equal_replicas(
-            held_by(state), when, self.process_group, own, self._on_divergence, [state[OPTIMIZER]]
+            held_by(state), when, None, own, self._on_divergence, [state[OPTIMIZER]]
         )
         stops, of_random = zip(*of_ranks, strict=True)
         self._stop_all(state, stops)
@@ -294,12 +287,12 @@ class StopTogether(DistributedCallback):
     def _agree(self, state: State, event: str) -> None:
         if event in self._meeting:
             own = bool(state[STOP_TRAINING])
-            self._stop_all(state, all_gather_object(own, "whether to stop the Trial", self.process_group))
+            self._stop_all(state, all_gather_object(own, "whether to stop the Trial"))
 
     def _stop_all(self, state: State, stops: Sequence[bool]) -> None:
         state[STOP_TRAINING] = any(stops)
         if self.world_size > 1:
-            tell_lone_decision(stops, _STOPS, resolve_group(self.process_group))
+            tell_lone_decision(stops, _STOPS)
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:

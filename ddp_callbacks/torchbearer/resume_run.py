@@ -43,9 +43,8 @@ class Resume(ResumeOptions, DistributedCallback):
     ``evaluate`` and ``predict`` are not resumed. If a script that starts again calls them between two runs, they see
     the state at the cut, the only one in the file.
 
-    Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`; it uses their process
-    group. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without
-    this library.
+    Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`. The file is a
+    checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without this library.
     """
 
     saved: Saved | None = None
@@ -143,11 +142,9 @@ def _continued(call: Call, origin: Resume | Recover, recovery: Recovery | None) 
     callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
     data = next(callback for callback in callbacks if isinstance(callback, ShardData))
     data.make_resumable()
-    begin_run(data.process_group)
+    begin_run()
     options = origin if isinstance(origin, Resume) else None
-    if options is not None:
-        options.process_group = options.preemption.process_group = data.process_group
-    run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, options, data.process_group)
+    run_state, savers = RunState(call.trial, callbacks, data, recovery), Savers(recovery, options)
     with savers.opened():
         _read(origin, savers, run_state.about)
         with _Run(callbacks, run_state, savers, origin).injected(call.trial):

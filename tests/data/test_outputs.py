@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from kit.ranks import run_distributed
 
-from ddp_callbacks.data.outputs import _pack, gather_outputs
+from ddp_callbacks.data.outputs import _pickle, gather_outputs
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -104,4 +104,4 @@ def test_objects_tensors_and_arrays_of_all_ranks_are_gathered_in_order() -> None
 def test_outputs_that_cannot_be_sent_are_named_with_their_class() -> None:
     """An error names outputs that `predict` can't send."""
     with pytest.raises(ConfigurationError, match=r"a prediction, of list, cannot be sent .* pickled .*Return tensors"):
-        _pack([lambda: None], [])
+        _pickle([[lambda: None]], [])

@@ -123,6 +123,7 @@ TRIALS: list[Row] = [
     ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be", "'25'"),
     ({"sync": 8}, 'sync must be "every_step", LocalSGD'),
     ({"sync": LocalSGD(8), "comm_hook": print}, "a comm_hook sums gradients"),
+    ({"sync": LocalSGD(8), "reduction": "sum"}, "local steps, which would be shorter", 'reduction="mean"'),
     ({"sync": LocalSGD(8), "bucket_cap_mb": -1}, "bucket_cap_mb must be positive"),
     *(({"comm_hook": hook}, *says) for hook, *says in HOOKS),
 ]

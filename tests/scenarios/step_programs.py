@@ -31,7 +31,6 @@ from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.gradients import GradientSynchronizer
 
 FEATURES = 4
-ROOM = 6  # numbers of a rank that can travel along
 MANY_BUCKETS = 1e-5  # MiB, so that each parameter has its own
 
 # Of the largest element that a gradient has had since it was zero. Both sides round once per rank and per addition.
@@ -66,7 +65,6 @@ class Backward:
         is_reentrant: How.
         is_local: Whether it runs in ``no_sync``.
         special: What else happens: one of ``SPECIALS`` or "raises".
-        carries: Whether numbers of each rank travel along.
     """
 
     samples: tuple[int, ...]
@@ -75,7 +73,6 @@ class Backward:
     is_reentrant: bool
     is_local: bool
     special: str
-    carries: bool
 
 
 @dataclass(frozen=True)
@@ -204,8 +201,7 @@ class _Drawing:
         if special in ("into", "frozen late") and path[0] in frozen:
             special = ""
         checkpoint = "" if special in ("penalty", "into", "frozen late") else self.checkpoint  # torch refuses these
-        carries = self.chance(0.5) and not is_local and special != "raises"
-        return Backward(samples, tuple(paths), checkpoint, self.is_reentrant, is_local, special, carries)
+        return Backward(samples, tuple(paths), checkpoint, self.is_reentrant, is_local, special)
 
     def path(self, at_least: int) -> tuple[int, ...]:
         return tuple(self.random.choices(range(len(self.layers)), k=self.random.randint(at_least, 5)))
@@ -495,8 +491,7 @@ class OnRank(OneProcess):
         self.gpu, self.rank = gpu, dist.get_rank()
         layers, split = self.net.layers, program.split
         parts = [layers[:split], layers[split:]] if split else [self.net]
-        self.synchronizers = [synchronizer_of(part, program.way, room=ROOM) for part in parts]
-        self.carried = torch.zeros(0, ROOM, dtype=torch.float64)
+        self.synchronizers = [synchronizer_of(part, program.way) for part in parts]
 
     def close(self) -> None:
         for synchronizer in self.synchronizers:
@@ -505,8 +500,6 @@ class OnRank(OneProcess):
     def backward(self, backward: Backward, place: str) -> None:
         samples = backward.samples[self.rank]
         rounds = [synchronizer.rounds for synchronizer in self.synchronizers]
-        if backward.carries:
-            self.carry(place)
         with contextlib.ExitStack() as stack:
             if backward.is_local:
                 for synchronizer in self.synchronizers:
@@ -520,16 +513,9 @@ class OnRank(OneProcess):
             with self.waiting():
                 self.differentiate(loss, backward)
             for synchronizer, before in zip(self.synchronizers, rounds, strict=True):
-                if synchronizer.rounds == before:
-                    synchronizer.synchronize()
+                if synchronizer.rounds == before and not backward.is_local:
+                    assert synchronizer.skip()[self.rank]
                 assert (synchronizer.rounds == before) == backward.is_local
-                carried = torch.tensor(synchronizer.carried, dtype=torch.float64).view(-1, ROOM)
-                assert torch.equal(carried.view(torch.int64), self.carried.view(torch.int64))
-
-    def carry(self, place: str) -> None:
-        self.carried = torch.stack([numbers(f"{place} {rank}") for rank in range(self.program.world_size)])
-        for synchronizer in self.synchronizers:
-            synchronizer.carry(self.carried[self.rank].tolist())
 
     def checksum(self, before: int) -> int:
         gradients = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
@@ -565,14 +551,6 @@ class OnRank(OneProcess):
 def inputs(seed: str, samples: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
-
-
-def numbers(seed: str) -> Tensor:
-    """That travel with the gradients: any bits."""
-    odd = torch.tensor([float("nan"), float("inf"), -0.0, 5e-324], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (ROOM - len(odd),), generator=generator)
-    return torch.cat([odd, words.view(torch.float64)])
 
 
 @functools.cache

@@ -702,7 +702,7 @@ def a_closure_that_accumulates(extra: Extra) -> Any:
     return train(made, DataLoader(data(31), 4, shuffle=True))
 
 
-@exact
+@scenario
 def sum_reduction(extra: Extra) -> Any:
     made = trial(extra(), criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=SMALL_STEPS)
     return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
@@ -713,7 +713,7 @@ def decayed_logits(state: Any) -> torch.Tensor:
     return 0.01 * state[torchbearer.Y_PRED].square().sum()
 
 
-@exact
+@scenario
 def terms_that_callbacks_add_to_a_sum(extra: Extra) -> Any:
     """Of parameters, before and behind ours, and of samples."""
     results = []
