@@ -30,8 +30,8 @@ _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # the start of a line logged by torch's
 _CAUGHT = re.compile(r".*Caught (\w+) (in .*)\.\n(?:.*\n)*((?:\S+\.)?\1\b.*|\.{3}.*)")
 _REMEDIES = {
     "unexpected pos|iostream error": "torch could not write a file: is its disk full?",
-    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads what you type: let the script ask for "
-    "input, or breakpoint(), if os.environ['RANK'] == '0'",
+    "bdb.BdbQuit$|EOFError: EOF when reading a line$": "Rank 0 alone reads standard input, and over ssh only what you "
+    "type: let the script ask for input, or breakpoint(), if os.environ['RANK'] == '0'",
 }
 
 
@@ -149,9 +149,8 @@ class End:
         if names := self.said.get("kept_by"):
             which = f"its thread{'s' if names[1:] else ''} {', '.join(names)}"
             return f"{self} is over, but still runs: {which} must end, too. Join them, or make them daemon threads"
-        ends = (
-            f"Its threads, child processes or exit handlers have not ended; ddprun waits up to {patience:g} s for them"
-        )
+        ends = "Its process has not ended yet, as Python, threads, child processes or exit handlers take time; "
+        ends += f"ddprun waits up to {patience:g} s for it"
         why = textwrap.shorten((self.told or "").partition("\n")[0].rstrip(".:"), _SHORT, placeholder=" ...")
         return f"{self} has failed: {why}{'' if why.endswith('.') else '.'} {ends}"
 
@@ -302,7 +301,7 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
-    silent = f"last output: {said[:_LINE]}" if said else "no exception was printed"
+    silent = f"no exception ended it; its last output: {said[:_LINE]}" if said else "no exception was printed"
     reason = _short(first.told or silent)
     if first.rank is None:
         return f"{first}: {reason}"

@@ -12,6 +12,7 @@ from ddp_callbacks.launcher.first_failure import End, first_cause, last_words
 from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.meant import misplaced
 from ddp_callbacks.launcher.members import Members
+from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.streams import Output
 from ddp_callbacks.reporting.collector import Collector
 from ddp_callbacks.reporting.page import write
@@ -108,10 +109,12 @@ class Outcome:
             return self._conclude_success()
         self._note(f"stopped by {self._launch.stopped_by}")
         killed = [rank for rank in ends if rank.ended_by == "SIGKILL"]
-        if self._launch.job.grace is not None and killed and not self._lost:
+        if killed and not self._lost:
             late = [f"{rank.rank} on {rank.node}" for rank in killed]
             which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
-            when = "at the second signal" if self._launch.is_forced else f"after --grace {self._launch.job.grace:g}"
+            grace = self._launch.job.grace
+            late_by = f"after {GRACE:g} s, which --grace makes longer" if grace is None else f"after --grace {grace:g}"
+            when = "at the second signal" if self._launch.is_forced else late_by
             self._note(f"{which} {', '.join(late)} {were} killed {when}")
         limit = self._launch.stopped_by == self._launch.limit
         if hung := [rank for rank in ends if rank.text("s") and (limit or rank in killed)]:

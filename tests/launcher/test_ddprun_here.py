@@ -184,8 +184,8 @@ CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._ex
     ("end", "code", "reason"),
     [
         ("sys.exit(7)", 7, "no exception was printed"),
-        ("sys.exit('no more data')", 1, "last output: no more data"),
-        (CAUGHT_AND_EXIT, 3, "last output: .* No such file or directory: '/no'"),
+        ("sys.exit('no more data')", 1, "no exception ended it; its last output: no more data"),
+        (CAUGHT_AND_EXIT, 3, "no exception ended it; its last output: .* No such file or directory: '/no'"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
         ("os.kill(os.getpid(), 40)", 168, "killed by signal 40"),
@@ -296,7 +296,8 @@ def test_a_rank_that_its_own_thread_or_process_keeps_alive_after_an_exception_en
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--grace", "0.5")
     done = ddprun(*flags, write(tmp_path, KEPT_ALIVE), cwd=tmp_path)
     kept = "has failed: ValueError: no data for rank"
-    ends = "Its threads, child processes or exit handlers have not ended; ddprun waits up to 0.5 s for them"
+    ends = "Its process has not ended yet, as Python, threads, child processes or exit handlers take time; "
+    ends += "ddprun waits up to 0.5 s for it"
     said = [line.removeprefix("ddprun: ") for line in done.stderr.splitlines() if line.startswith("ddprun: rank")]
     assert (done.returncode, said) == (
         1,
@@ -939,8 +940,9 @@ finally:
 """
 
 
-def test_ctrl_c_is_keyboard_interrupt_in_a_script_that_handles_no_signal(tmp_path: Path) -> None:
-    with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, CLEANS_UP)) as run:
+@pytest.mark.parametrize("flags", [[], ["--grace", str(LIMIT)]], ids=["", "grace"])
+def test_ctrl_c_is_keyboard_interrupt_in_a_script_that_handles_no_signal(tmp_path: Path, flags: list[str]) -> None:
+    with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", *flags, write(tmp_path, CLEANS_UP)) as run:
         run.await_files("up-0", "up-1")
         run.process.send_signal(signal.SIGINT)
         assert run.end() == -signal.SIGINT

@@ -82,8 +82,8 @@ UNDERSTOOD = [
         "",
         "the script gets --nproc_per_node=2, as it stands after the",
     ),
-    (f"{TWO} asks.py", 1, "", "EOF when reading a line. Rank 0 alone reads what you type: let the script ask"),
-    (f"{TWO} stops.py", 1, "", "bdb.BdbQuit. Rank 0 alone reads what you type: let the script ask for input"),
+    (f"{TWO} asks.py", 1, "", "EOF when reading a line. Rank 0 alone reads standard input, and over ssh"),
+    (f"{TWO} stops.py", 1, "", "bdb.BdbQuit. Rank 0 alone reads standard input, and over ssh only what you type: let"),
 ]
 SAID = [
     ("ddprun missing.py", "file not found: missing.py (working directory {home})."),

@@ -144,11 +144,11 @@ FIRST: dict[str, tuple[list[End], str]] = {
     ),
     "says something and exits": (
         [End("a", 0, 1.0, 7, wrote={"e": b"no data\n"})],
-        "7: rank 0 on a failed with exit code 7: last output: no data",
+        "7: rank 0 on a failed with exit code 7: no exception ended it; its last output: no data",
     ),
     "says 20,000 characters": (
         [End("a", 0, 1.0, 7, wrote={"e": b"x" * 20_000})],
-        f"7: rank 0 on a failed with exit code 7: last output: {'x' * 1000}",
+        f"7: rank 0 on a failed with exit code 7: no exception ended it; its last output: {'x' * 1000}",
     ),
     "-": ([End("a", 0, 1.0, 7)], "7: rank 0 on a failed with exit code 7: no exception was printed"),
     "nobody": ([End("a", 0, 1.0, 0), b(2.0, 0, printed=own())], ""),

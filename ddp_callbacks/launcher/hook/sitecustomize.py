@@ -68,7 +68,11 @@ def _write_failures(path: str, log: int) -> None:
             given.write(_shorten(text, exception, log))
 
     def end() -> None:
-        write(getattr(sys, "last_value", None), True)  # the program may have replaced the hook
+        last = getattr(sys, "last_value", None)
+        write(last, True)  # the program may have replaced the hook
+        if isinstance(last, KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):  # Python ends by SIGINT if this came last: imports make it forget
+                exec("raise KeyboardInterrupt")
         if not written and os.getpid() == rank and (names := _threads_left()):
             send(kept_by=names)
         shutdown()

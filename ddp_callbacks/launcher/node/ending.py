@@ -68,10 +68,11 @@ class Ending:
         return not self._ranks and not descendants() - self._foreign - self.spared
 
     def ask(self, number: signal.Signals, patient: bool = True) -> None:
-        """Ask the ranks to stop. If ``patient``, wait until a rank handles the signal, which would otherwise end it."""
-        # Python handles SIGINT from its start, and a program that is starting is not to be interrupted if patient.
-        self._request = signal.SIGTERM if patient and number == signal.SIGINT else number
-        self._is_patient = patient
+        """Ask the ranks to stop. If ``patient``, wait until a rank handles the signal, which would otherwise end it.
+
+        A rank of Python's that handles nothing else gets Ctrl-C at once.
+        """
+        self._request, self._is_patient = number, patient
         self._to_ask |= set(self._ranks) - self._asked
         self._ask_ranks()
 
@@ -126,7 +127,8 @@ class Ending:
         for pid in list(self._to_ask):
             handled = handled_by(pid)
             found = [number for number in _WAYS[self._request] if number in (handled or ())]
-            if not found and self._is_patient and handled is not None:
+            is_starting = not found or (found[0] == signal.SIGINT and STACKS not in (handled or ()))
+            if is_starting and self._is_patient and handled is not None:
                 continue
             self._to_ask.discard(pid)
             self._asked.add(pid)
