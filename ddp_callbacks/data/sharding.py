@@ -89,6 +89,15 @@ class ShardedLoader:
         return type(self), (self.loader, divider.division, None, divider.at_least)
 
     @property
+    def passes(self) -> int:
+        """The number of passes that have begun."""
+        return self._source.passes
+
+    @passes.setter
+    def passes(self, number: int) -> None:
+        self._source.passes = number
+
+    @property
     def iterator(self) -> ShardedIterator | None:
         """The most recent iterator; ``None`` if nothing else refers to it, as after a ``break``."""
         return None if self._running is None else self._running()
@@ -137,7 +146,7 @@ class ShardedLoader:
             self.shares.clear()  # nobody uses what was fetched ahead of a pass that a limit, or a new pass, has ended
         iterator = self._source.iterate(self.shares, self.limit, start)
         self._running = weakref.ref(iterator)
-        self._source.passes += 1
+        self.passes += 1
         return iterator
 
 
@@ -191,7 +200,7 @@ def deal_out(loader: Any) -> Any:
 def deal_next_pass(part: ShardedLoader) -> ShardedLoader:
     """Return what deals out the next pass over the loader of ``part``, with padding; samples draw as in ``part``."""
     dealt: ShardedLoader = _part_of(part.loader, "dealt", None, 1)
-    dealt._source.passes, part._source.passes = part._source.passes, part._source.passes + 1
+    dealt.passes, part.passes = part.passes, part.passes + 1
     return dealt
 
 

@@ -67,12 +67,19 @@ def copied(parts: Sequence[Any], memo: dict[int, Any], *, ignores: bool = False)
 
 @contextmanager
 def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
-    """Inside, a call of a module that may keep a state, and that a deep copy with this memo did not make, raises.
+    """Inside, a call of a module that may keep a state, and was neither made here nor by this deep copy, raises.
+
+    Args:
+        memo: That of the deep copy.
 
     Raises:
         RuntimeError: From the call, before it does anything.
     """
-    own = set(map(id, memo.values()))
+    own, make = set(map(id, memo.values())), nn.Module.__init__
+
+    def note(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        own.add(id(module))  # a loss that the step makes
+        make(module, *args, **kwargs)
 
     def check(module: nn.Module, _: object) -> None:
         is_plain = type(module).__module__.startswith("torch.nn.modules") and not module.state_dict()
@@ -80,9 +87,11 @@ def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
             raise RuntimeError(f"a {type(module).__name__} is called that was not copied")
 
     handle = register_module_forward_pre_hook(check)
+    nn.Module.__init__ = note  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        nn.Module.__init__ = make  # type: ignore[method-assign]
         handle.remove()
 
 

@@ -45,6 +45,8 @@ from ddp_callbacks.reporting.recorder import recorder
 
 Verify = Literal["warn", "first_batch"]
 
+OF_RANK_ZERO = "rank 0"
+"""In place of an operation: what a step gives to a logger itself is that of rank 0's part."""
 _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
@@ -393,7 +395,8 @@ def _differing(
     found, joint = dict[str, list[str]](), dict[str, float]()
     for name, value in expected.items():
         parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
-        ways = dict.fromkeys([*computation.operations.get(name, ()), "mean", "sum"])
+        known = computation.operations.get(name, ())
+        ways = dict.fromkeys(known if OF_RANK_ZERO in known else [*known, "mean", "sum"])
         right = _right_ways(parts, ways, value, telling) if parts else []
         if right:
             found[name] = right
@@ -408,6 +411,8 @@ def _differing(
         "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "
         "computed from all samples, as a metric."
     )
+    if any(OF_RANK_ZERO in computation.operations.get(name, ()) for name in joint):
+        remedy += " A logger gets that of rank 0's part: use self.log."
     return str(broadcast_object(f"{', '.join(named)}. {remedy}", PURPOSE, group))
 
 
@@ -416,6 +421,8 @@ def _joined(parts: Iterable[tuple[float, float]], operation: str) -> float:
     if operation == "mean":
         return sum(fraction * value for fraction, value in parts if fraction)  # others may be NaN
     values = [value for _, value in parts]
+    if operation == OF_RANK_ZERO:
+        return values[0]
     return sum(values) if operation == "sum" else max(values) if operation == "max" else min(values)
 
 
@@ -475,7 +482,8 @@ def _remedy(by_part: Sequence[str], adds_up: bool) -> str:
         'targets that are known, class weights): give weight=, or correct it. In a Trainer, weight="cross_entropy" '
         "counts by torch's class weights and ignore_index. A sum must not have terms of the parameters alone, unless "
         "divided by the number of processes, each of which adds them. What compares samples with each other, as a "
-        "contrastive loss or a normalization of your own does, needs the whole batch on each process."
+        "contrastive loss or a normalization of your own does, needs the whole batch on each process "
+        "(self.all_gather(outputs, sync_grads=True) in a LightningModule), and the size of a batch from the batch."
     )
 
 

@@ -16,13 +16,13 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.gradients.first_batch import PURPOSE, Computation, FirstBatch
-from ddp_callbacks.gradients.verification import Comparisons, check_logged
+from ddp_callbacks.gradients.verification import OF_RANK_ZERO, Comparisons, check_logged
 from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
 
-_OPERATIONS = {"mean", "sum", "max", "min"}
+_OPERATIONS = {"mean", "sum", "max", "min", OF_RANK_ZERO}
 
 
 def verify_first_batch(
@@ -264,7 +264,7 @@ def _silent(trainer: Any) -> Any:
 def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[str, list[str]], batch: Any) -> Any:
     """Give the copy of a module its Trainer, and return a batch for its step.
 
-    It logs to ``logged``, and torchmetrics do not communicate.
+    It logs to ``logged``, as do numbers that it gives to a logger itself, and torchmetrics do not communicate.
 
     Args:
         logged: Gets NaN for what is of other numbers than the samples, or of one rank: it is not compared.
@@ -286,6 +286,16 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
         for name, value in values.items():
             log(name, value, *args, **options)
 
+    def write(name: str, value: Any, *_: Any, **__: Any) -> None:
+        log(f"self.logger's {name}", value, reduce_fx=OF_RANK_ZERO)
+
+    def write_all(metrics: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        for name, value in metrics.items():
+            write(name, value)
+
+    for logger in silent.loggers:
+        logger.log_metrics = logger.experiment.log = write_all
+        logger.experiment.add_scalar = write
     logged.clear()
     copied.trainer, copied.log, copied.log_dict = silent, log, log_dict
     for metric in metrics_of([copied]):

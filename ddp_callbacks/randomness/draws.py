@@ -56,8 +56,8 @@ _PADDED = (
 )
 _OUTSIDE = "code of the loop draws outside of `with draws.batch(share.rows)`: let it draw inside"
 _LOADING = (
-    "the loop's sampler or iterable data set draws from torch's global generator, and the batches do, too: give it a "
-    "generator of its own"
+    "the loop's sampler, loader or iterable data set draws from torch's global generator, and the batches do, too: "
+    "give it a generator of its own"
 )
 OTHER_ROWS = "a step joins loaders whose batches have different sizes, so each process draws its own numbers in it"
 PREDICTED = (

@@ -148,7 +148,9 @@ def test_a_loader_that_would_take_turns_with_the_batches_of_a_loop_is_named() ->
                 nn.functional.dropout(x) if draws_inside else x
 
     run(False)
-    match = "the loop's sampler or iterable data set draws from torch's global generator, and the batches do, too"
+    match = (
+        "the loop's sampler, loader or iterable data set draws from torch's global generator, and the batches do, too"
+    )
     with pytest.warns(UserWarning, match=match) if get_rank() == 0 else contextlib.nullcontext():
         run(True)
 

@@ -31,7 +31,7 @@ Report = tuple[int, str, dict[str, Any]]  # of a host, by its number
 class Launch:
     """Gives the watch these reports, and notes what it is told to do."""
 
-    limit, stopped_by, signal, has_enough = "", "", None, False
+    limit, stopped_by, signal, has_enough, is_forced = "", "", None, False, False
 
     def __init__(self, flags: str, reports: list[Report]) -> None:
         self.job = parse_options([*flags.split(), "t.py"], {})
@@ -416,8 +416,9 @@ def test_the_report_tells_what_has_ended_a_job_where_ranks_hung_and_which_were_l
     asyncio.run(Watch(launch, output, report).run())  # type: ignore[arg-type]
     data = json.loads((tmp_path / "report.json").read_text())
     assert [rank["is_lost"] for rank in data["ranks"]] == [False, True, False]
-    assert [text for _, kind, text in data["events"] if kind == "note"][-2:] == [
+    assert [text for _, kind, text in data["events"] if kind == "note"][-3:] == [
         "stopped by SIGTERM on h2",
+        "ranks 0 on h1, 2 on h2 were killed after 2.5 s, which --grace makes longer",
         "rank 2 on h2: /t.py:7 in wait",
     ]
     assert "<td>stopped by SIGTERM on h2</td>" in (tmp_path / "report.html").read_text()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torchbearer
 from kit.compare import assert_equal
 from kit.ranks import BY_PART
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -250,6 +251,16 @@ class KnownOnly(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+
+
+class MeanOfKnown(nn.Module):
+    def forward(self, outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, classes, ignore_index=0)
+
+
+class MakesItsLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return MeanOfKnown()(self(batch[0]), batch[1])
 
 
 class OfTwo(Net):
@@ -515,6 +526,14 @@ class LogsARoot(Net):
         return loss
 
 
+class WritesItself(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"raw": loss.item(), "rate": 0.1}, step=batch_idx)
+        self.logger.experiment.add_scalar("scalar", loss, batch_idx)
+        return loss
+
+
 class MixesInPlace(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         batch[0].add_(batch[0].flip(0))
@@ -647,6 +666,7 @@ DATA = "the data set is not the same on every process: in the first batch, rank 
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
+    "of known targets, by a module that the step makes": (lambda: trainer_tells(MakesItsLoss()), TELLS),
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "counts that are logged": (
         lambda: trainer_tells(Counts()),
@@ -683,6 +703,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a root of a mean that is logged": (
         lambda: trainer_tells(LogsARoot()),
         "but the mean over the processes of what the training step logs is not: root (",
+    ),
+    "what goes to a logger itself": (
+        lambda: told(lambda: fit(CallbackStrategy(), WritesItself(), loader(29, 8), logger=DummyLogger())),
+        "self.logger's raw (1.048 for 0.9848), self.logger's scalar (1.048 for 0.9848). Log",
     ),
     "mixed in place by the step": (lambda: trainer_tells(MixesInPlace()), TELLS),
     "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
