@@ -21,7 +21,7 @@ from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
-from ddp_callbacks.errors import CheckpointError, ConfigurationError
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -118,15 +118,6 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     require_same(saved.about, _describe(objects), opened.path)
     group = opened.process_group
     states = saved.local_states(get_rank(group), get_world_size(group))
-    there = {*saved.shared.get(_OBJECTS, ()), *states.mine.get(_OBJECTS, ())}
-    if there != objects.keys():
-        raise CheckpointError(
-            f"{opened.path} must hold the objects {sorted(objects)}, got {sorted(there)}. Pass the names that "
-            "save_checkpoint got, or another path to start from the beginning."
-        )
-    for name, value in objects.items():
-        if isinstance(value, torch.optim.Optimizer):
-            _require_same_groups(name, value, saved.shared[_OBJECTS][name], opened.path)
     follow_settings(states.mine.get(_SETTINGS, {}), _by_name(objects), opened.path, states.rank)
     _load_all(objects, saved.shared, states, group)
     return True
@@ -135,16 +126,6 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 def _by_name(objects: Objects) -> list[Any]:
     """Return the objects in an order that does not depend on that of the dict."""
     return [objects[name] for name in sorted(objects)]
-
-
-def _require_same_groups(name: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
-    saved, own = ([len(group["params"]) for group in each["param_groups"]] for each in (state, optimizer.state_dict()))
-    if saved != own:
-        raise CheckpointError(
-            f"{path} has for {name!r} ({type(optimizer).__name__}) groups of {saved} parameters, this one has {own}. "
-            "Call add_param_group before load_checkpoint as before the save, or take another path to start from the "
-            "beginning."
-        )
 
 
 def _opened(file: CheckpointFile | str | os.PathLike[str]) -> AbstractContextManager[CheckpointFile]:
@@ -206,8 +187,11 @@ def _modules(objects: Objects) -> dict[str, torch.nn.Module]:
 
 def _describe(objects: Objects) -> dict[str, str]:
     """Return what must be equal in the resumed run."""
-    described = {name: describe_model(module) for name, module in _modules(objects).items()}
+    described = {"names of the objects": ", ".join(sorted(objects))}
+    described |= {name: describe_model(module) for name, module in _modules(objects).items()}
     for name, value in objects.items():
+        if isinstance(value, torch.optim.Optimizer):
+            described[f"groups of parameters of {name}"] = str([len(each["params"]) for each in value.param_groups])
         if isinstance(value, Resumable):
             described |= describe_loader(value, name)
     return described
