@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -127,16 +127,21 @@ class Collected:
         """Whether an array carries something from batch to batch, unless it has a row for each sample of a part."""
         return _whole(name).rpartition(".")[2] in self._carried and self._sizes.isdisjoint(getattr(held, "shape", ()))
 
-    def checksums(self, is_logged: bool = False) -> dict[str, Any]:
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, the ranks exchange what no program could have collected: the states of a metric."""
+        before = exchanges_by_now()
+        yield
+        if self._exchanges == before:
+            self._exchanges = exchanges_by_now()
+
+    def checksums(self) -> dict[str, Any]:
         """Return what numbers a list has got, and checksums of what else has changed, by name.
 
-        At the first call since the end, the program may have used it.
-
-        Args:
-            is_logged: Whether it has logged anything since, which is compared on its own. If so, or if the ranks have
-                exchanged anything, so that the program may gather what they have, nothing counts as changed.
+        At the first call since the end, the program may have used it: if the ranks have exchanged anything since, so
+        that the program may gather what they have, nothing counts as changed.
         """
-        if is_logged or self._exchanges not in (None, exchanges_by_now()):
+        if self._exchanges not in (None, exchanges_by_now()):
             self._new = {}
         self._exchanges = None
         return self._new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -66,11 +67,12 @@ def copied(parts: Sequence[Any], memo: dict[int, Any], *, ignores: bool = False)
 
 
 @contextmanager
-def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
+def calling_only(memo: Mapping[int, Any], made: list[weakref.ref[nn.Module]]) -> Iterator[None]:
     """Inside, a call of a module that may keep a state, and was neither made here nor by this deep copy, raises.
 
     Args:
         memo: That of the deep copy.
+        made: Gets the modules that are made here.
 
     Raises:
         RuntimeError: From the call, before it does anything.
@@ -79,6 +81,7 @@ def calling_only(memo: Mapping[int, Any]) -> Iterator[None]:
 
     def note(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         own.add(id(module))  # a loss that the step makes
+        made.append(weakref.ref(module))
         make(module, *args, **kwargs)
 
     def check(module: nn.Module, _: object) -> None:

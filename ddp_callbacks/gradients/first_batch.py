@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -50,6 +52,7 @@ class Computation:
             append.
         normalizing: Gets the names of the BatchNorm layers that a copy has called, which normalize by a rank's part.
         is_whole_step: Whether ``loss_of`` computes all that a step computes.
+        made: Gets the modules that ``loss_of`` has made, unless the comparison is strict.
     """
 
     parts: Sequence[Any]
@@ -62,6 +65,7 @@ class Computation:
     written: dict[str, bool] = field(default_factory=dict)
     normalizing: set[str] = field(default_factory=set)
     is_whole_step: bool = True
+    made: list[weakref.ref[nn.Module]] = field(default_factory=list)
 
     def compute(self, copies: Sequence[Any], batch: Any) -> torch.Tensor:
         """Return the loss of a copy of a batch, which the step may change. What it prints is dropped.
@@ -77,6 +81,12 @@ class Computation:
             for context in (in_step(), refusing_collectives(self.refused), writing_nowhere(self.written), _eagerly()):
                 stack.enter_context(context)
             return self.loss_of(copies, _copy_of(batch))
+
+    def kept(self) -> list[str]:
+        """Return the classes of the modules that were made, and live on: something outside of the copies keeps them."""
+        if any(made() is not None for made in self.made):
+            gc.collect()  # most have references to themselves
+        return [type(module).__name__ for made in self.made if (module := made()) is not None]
 
     def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
         """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""
@@ -250,7 +260,7 @@ def copies_of(computation: Computation, stack: ExitStack, is_strict: bool) -> li
             f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
         ) from error
     if not is_strict:
-        stack.enter_context(calling_only(memo))
+        stack.enter_context(calling_only(memo, computation.made))
     synchronize_copy(computation.parts[0], copies[0])
     for name, layer in copies[0].named_modules():
         if not is_strict and normalizes_by_part(layer):

@@ -219,6 +219,7 @@ def check_first_batch(
         agrees = True
     if not is_strict and not epoch and get_rank(process_group) == 0:
         _warn_of_batch_norm(computation, agrees)
+        _warn_of_kept(computation)
     return agrees
 
 
@@ -269,6 +270,8 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
                 )
             ways = [*computation.operations.values()]
             is_told = bool(broadcast_object(all(len(each) == 1 for each in ways), PURPOSE, group))
+    if get_rank(group) == 0:
+        _warn_of_kept(computation)
     return is_told
 
 
@@ -292,6 +295,15 @@ def _warn_of_batch_norm(computation: Computation, is_computed: bool) -> None:
         warn(
             f"layer {layers[0]} normalizes by each process's part of the batch (BatchNorm), not as one process: "
             "sync_batchnorm=True of Trainer or DDPCallback makes them equal. (verify=None leaves the comparison out.)"
+        )
+
+
+def _warn_of_kept(computation: Computation) -> None:
+    if kept := computation.kept():
+        warn(
+            f"the step makes a {kept[0]} that something outside of the model keeps, such as a cache. The comparison of "
+            "the first batch has made it, so other random numbers follow than on one process. Make it before the "
+            "training. (verify=None leaves the comparison out.)"
         )
 
 
@@ -394,7 +406,9 @@ def _differing(
     telling, expected = _telling_value(computation.parts[0]), gathered[0][3]
     found, joint = dict[str, list[str]](), dict[str, float]()
     for name, value in expected.items():
-        parts = [(fraction, part.get(name, 0.0)) for samples, fraction, part, _ in gathered if samples]
+        of_parts = [(fraction, part.get(name)) for samples, fraction, part, _ in gathered if samples]
+        # A part that logs nothing does not count, but if none does.
+        parts = [(fraction, own) for fraction, own in of_parts if own is not None] or [(f, 0.0) for f, _ in of_parts]
         known = computation.operations.get(name, ())
         ways = dict.fromkeys(known if OF_RANK_ZERO in known else [*known, "mean", "sum"])
         right = _right_ways(parts, ways, value, telling) if parts else []
@@ -419,7 +433,9 @@ def _differing(
 def _joined(parts: Iterable[tuple[float, float]], operation: str) -> float:
     """Return a value of the whole batch, from the fractions of parts and their values."""
     if operation == "mean":
-        return sum(fraction * value for fraction, value in parts if fraction)  # others may be NaN
+        counted = [(fraction, value) for fraction, value in parts if fraction]  # others may be NaN
+        whole = sum(fraction for fraction, _ in counted) or 1.0
+        return sum(fraction * value for fraction, value in counted) / whole
     values = [value for _, value in parts]
     if operation == OF_RANK_ZERO:
         return values[0]

@@ -45,7 +45,7 @@ class Joined(NamedTuple):
         value: The value of all ranks together.
         size: The weight of the value among batches.
         missed: What Lightning's sums of values and of sizes would have more in the other ways, if it is a mean.
-        ends: The lowest and the highest of the ranks' values, for a mean logged outside of batches.
+        ends: The lowest and the highest of the ranks' values, if it was logged outside of batches.
     """
 
     key: str
@@ -160,7 +160,7 @@ def _join(rows: Sequence[Row], operation: str, way: Way, size: float) -> Joined:
     missed: dict[Way, Sequence[float]]
     missed = {other: [mean * total - value * size, total - size] for other, (mean, total) in ways.items()}
     counted = [float(row.value) for row in rows if row.weight] or values
-    ends = (min(counted), max(counted)) if is_outside and operation == "mean" else None
+    ends = (min(counted), max(counted)) if is_outside else None
     return Joined(rows[0].key, value, size, missed, ends)
 
 

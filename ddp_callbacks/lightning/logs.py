@@ -56,7 +56,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         is_in_batch: Whether a batch is being computed.
         logs_step: Whether a value of this step was logged for a logger.
         is_shown: Whether the Trainer's metrics have the values of the last step.
-        logs_at_end: Whether this rank has logged anything since the last batch.
+        logs_of_parts: Whether a value that was logged since the last batch may be of what each process has collected.
         counts: Numbers of the program's that count the samples of this rank's parts, after the last batch.
         odd_sizes: What Lightning takes for numbers of samples, if those of parts don't add up; else empty.
     """
@@ -67,7 +67,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._trainer, self._batches, self._metrics = trainer, batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
-        self.logs_at_end, self.odd_sizes, self.counts = False, "", list[float]()
+        self.logs_of_parts, self.odd_sizes, self.counts = False, "", list[float]()
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, dict[str, Any]] = {}  # of the torchmetrics, in the last step that logged them
@@ -100,7 +100,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Record a number as a row: Lightning's own accumulation gets it after the next join."""
         metric = self[key]
-        self.logs_at_end = not self.is_in_batch
         self._logged.add(key)
         if self._is_synced:
             self.synced.add(key)
@@ -114,8 +113,10 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric.has_reset = False
         if self.odd_sizes and metric.meta.on_epoch and metric.meta.is_mean_reduction and not self._is_given:
             self._warn(metric.meta.name, _ODD_SIZES.format(found=self.odd_sizes))
-        if self.logs_at_end and metric.meta.is_mean_reduction and not self._is_synced and float(value) in self.counts:
+        may_count = not self.is_in_batch and metric.meta.is_mean_reduction and not self._is_synced
+        if may_count and float(value) in self.counts:
             self._warn(metric.meta.name, _COUNTS)
+            self.logs_of_parts = True
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
         self._note_dtype(key, str(value.dtype).removeprefix("torch."))
@@ -165,7 +166,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def end_pass(self) -> None:
         """End an epoch or an evaluation, after all its hooks."""
         self.is_in_batch, self._position, self._samples, self._first, self._joined = False, -1, 0, 0, -1
-        self._states, self.logs_at_end = {}, False
+        self._states, self.logs_of_parts = {}, False
 
     @property
     def is_first(self) -> bool:
@@ -270,8 +271,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _accumulate(self, joined: Joined) -> None:
         metric, key = self[joined.key], joined.key
-        if joined.ends is not None and key not in self.synced:
-            self._warn_of_difference(metric.meta.name, *joined.ends)
+        if joined.ends is not None:
+            self._note_end(key, *joined.ends)
         super().update_metrics(key, self._tensor(joined), _whole(joined.size))
         missed = self._missed.get(key, {})
         now = missed.pop(self._sizes.way_of(key), (0.0, 0.0))
@@ -283,10 +284,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             for way, more in joined.missed.items()
         }
 
-    def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
-        """Warn if a hook has logged different values on the processes at the end of an epoch."""
+    def _note_end(self, key: str, lowest: float, highest: float) -> None:
+        """Note what a hook has logged at the end of an epoch; warn of a mean that differs between the processes."""
+        name, is_mean = self[key].meta.name, self._operation(key) == "mean" and key not in self.synced
+        differs = highest - lowest > 1e-6 * max(abs(lowest), abs(highest))
+        self.logs_of_parts = self.logs_of_parts or differs or not is_mean
         owners = [self._trainer.lightning_module, *self._trainer.callbacks]
-        if highest - lowest > 1e-6 * max(abs(lowest), abs(highest)) and not is_measured(owners, name):
+        if differs and is_mean and not is_measured(owners, name):
             self._warn(
                 name,
                 f"is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "

@@ -86,6 +86,7 @@ class Run:
         self._trained = 0  # samples of this rank since the buffers were merged
         self._loader = 0  # the number of that of the current batch, if an evaluation has several
         self._of_training, self._of_evaluation = Collected(), Collected()
+        self.metrics.exchanging = lambda: self._collected.apart()
         results = trainer.strategy.results_class
         epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
         for loop in _logged.loops_with_results(trainer):
@@ -404,7 +405,7 @@ class Run:
     def _before_monitor(self) -> None:
         """Join logged values before ModelCheckpoint, EarlyStopping or a user's hook reads them. A collective."""
         results, trainer = _logged.results_of(self._trainer), self._trainer
-        self._collected.checksums(results.logs_at_end)
+        self._collected.checksums()
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
@@ -441,7 +442,7 @@ class Run:
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state
-        collected = self._collected.checksums(results.logs_at_end)
+        collected = self._collected.checksums()
         checksum = checksum_of_replica(self._held) if self._trainer.training else None
         own = [checksum, random_state.checksums(), collected, self.decisions.ask()]
         checksums, of_random, of_ranks, asked = zip(*results.join(ends=True, carried=own), strict=True)
@@ -451,7 +452,8 @@ class Run:
             when, strategy = f"at the end of epoch {self._trainer.current_epoch}", self._trainer.strategy
             optimizers = strategy.optimizers
             require_equal_replicas(self._held, when, on_divergence=strategy.on_divergence, optimizers=optimizers)
-        self._collected.warn(of_ranks, get_rank())
+        if not results.logs_of_parts:
+            self._collected.warn(of_ranks, get_rank())
         results.end_pass()
         self._draws.note_apart(OTHER_ROWS if self.batches.have_other_rows else "")
         if self._trainer.training or self._trainer.state.fn != "fit":

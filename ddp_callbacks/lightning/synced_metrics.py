@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -38,7 +39,12 @@ class SyncedMetrics:
         fraction: Returns how much of the batch this rank computes; ``None`` outside of batches. The mean of a part
             counts so in a ``MeanMetric``, which gets no weight: it is the mean of the batches' means, on any number of
             processes.
+
+    Attributes:
+        exchanging: Surrounds the exchange of a metric's states.
     """
+
+    exchanging: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -89,7 +95,8 @@ class SyncedMetrics:
             self._of_batch[id(metric)] = own
             return
         name = f"the states of {type(metric).__name__}"
-        sent = all_gather_object(None if self._is_padding() else own, name, process_group or metric.process_group)
+        with self.exchanging():
+            sent = all_gather_object(None if self._is_padding() else own, name, process_group or metric.process_group)
         merge_states(metric, [states for states in sent if states is not None] or [own])
 
 

@@ -94,8 +94,9 @@ def spoken(setting: str) -> list[str]:
 
 TOGETHER = [  # what goes together
     ["batch_size", "weight", "verify", "skip_batch", "bucket_cap_mb", "comm_hook", "comm_state", "timeout"],
-    ["reduction", "on_divergence", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
+    ["on_divergence", "sync=LocalSGD", "process_group_backend", "start_method", "checkpoint_io"],
     ["weight=cross_entropy", "randomness", "compress"],
+    ["reduction"],
     ["sync=DiLoCo"],
 ]
 

@@ -266,10 +266,29 @@ class PrintsAScore(Net):
     predict_step, on_predict_epoch_end = validation_step, on_validation_epoch_end
 
 
+class PrintsAScoreBesideAMetric(PrintsAScore):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.metric = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.metric.update(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.metric.compute())
+        self.metric.reset()
+        super().on_validation_epoch_end()
+
+
 def gathered_by_torch(own: list[Any]) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
+
+
+def beside_a_metric() -> None:
+    fit(OURS, PrintsAScoreBesideAMetric(), loader(48, 8, shuffle=True), loader(12, 4, 9))
 
 
 @WORLD
@@ -277,17 +296,18 @@ def collecting() -> Any:
     ways = None, gathered_by_torch, lambda own: all_gather_object(own, "the scores")
     rows = loader(48, 8, shuffle=True), loader(12, 4, 9)
     fits = [warned(lambda way=way: fit(OURS, PrintsAScore(way), *rows), "collects") for way in ways]
+    fits.append([text.replace("BesideAMetric", "") for text in warned(beside_a_metric, "collects")])
     new = [lambda way=way: trainer(OURS).predict(PrintsAScore(way), rows[0]) for way in ways]
     return fits, [warned(each, "collects") for each in new]
 
 
 def test_what_a_module_collects_of_its_part_is_named_unless_it_gathers_or_logs_it() -> None:
     """Collected parts are named."""
+    named = ["each process collects in PrintsAScore.found['scores'] what it computes itself"]
     for alone, *gathered in WORLD.returned(collecting)[0]:
-        assert [text.partition(",")[0] for text in alone] == [
-            "each process collects in PrintsAScore.found['scores'] what it computes itself"
-        ]
-        assert gathered == [[], []]
+        assert [text.partition(",")[0] for text in alone] == named
+        assert gathered[:2] == [[], []]
+        assert [text.partition(",")[0] for each in gathered[2:] for text in each] == named * len(gathered[2:])
 
 
 class Meter:

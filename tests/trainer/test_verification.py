@@ -263,6 +263,27 @@ class MakesItsLoss(Net):
         return MeanOfKnown()(self(batch[0]), batch[1])
 
 
+@functools.cache
+def teacher() -> nn.Module:
+    return nn.Linear(FEATURES, CLASSES).double()
+
+
+class HasACachedTeacher(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]), teacher()(batch[0]).detach())
+
+
+class LogsARareMean(Net):
+    """Of samples that the second part of the first batch alone has, and all parts of the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        rare = batch[0][:, 0] > 0
+        if rare.any():
+            self.log("rare", rare[rare].double().mean(), on_step=True, on_epoch=True)
+        return loss
+
+
 class OfTwo(Net):
     """Adds two batches, or multiplies their losses."""
 
@@ -483,6 +504,7 @@ def told(run: Callable[[], Any]) -> str:
         ):
             warnings.filterwarnings("always", f"the {begins}")
         warnings.filterwarnings("always", "rank 0 has computed no gradient")
+        warnings.filterwarnings("always", "the step makes a ")
         warnings.filterwarnings("always", ".*weight= counts nothing")
         warnings.filterwarnings("always", BY_PART)
         found = outcome(run)
@@ -667,6 +689,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
     "of known targets, by a module that the step makes": (lambda: trainer_tells(MakesItsLoss()), TELLS),
+    "beside a cached teacher": (
+        lambda: trainer_tells(HasACachedTeacher()),
+        "the step makes a Linear that something outside of the model keeps, such as a cache",
+    ),
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "counts that are logged": (
         lambda: trainer_tells(Counts()),
@@ -906,6 +932,13 @@ def late_term() -> str:
     return told(lambda: fit(CallbackStrategy(), TermFromEpoch3(), loader(29, 8), max_epochs=9))
 
 
+@WORLD.as_on_one()
+def test_a_mean_that_one_part_alone_logs_first_is_no_sum(strategy: str) -> Any:
+    x, y = loader(32, 8).dataset[:]
+    x[:, 0] = torch.tensor([-1.0] * 7 + [1.0] * 25)
+    return fit(strategy, LogsARareMean(), DataLoader(TensorDataset(x, y), 8))
+
+
 @WORLD.on(TWO)
 def test_comparisons_leave_no_trace() -> None:
     def run(kind: Any, **options: Any) -> Any:
@@ -915,9 +948,8 @@ def test_comparisons_leave_no_trace() -> None:
         return found, module.state_dict(), kept, getattr(module.trainer, "seen", None), torch.get_rng_state()
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "the processes have unequal parts"
-        )  # by loss.backward(), which is not weighed
+        for text in ("the processes have unequal parts", "the gradient of the first batch is that of one"):
+            warnings.filterwarnings("ignore", text)  # by loss.backward(), which is not weighed; by a logger
         patch.setattr(verification, "_RARELY", 0)
         for kind in (Traced, ByHand, ByPlainBackward, functools.partial(Net, optimizer=lbfgs)):
             assert_equal(run(kind), run(kind, verify=None), 0.0)
