@@ -83,10 +83,14 @@ class Computation:
             return self.loss_of(copies, _copy_of(batch))
 
     def kept(self) -> list[str]:
-        """Return the classes of the modules that were made, and live on: something outside of the copies keeps them."""
+        """Return the classes of layers that were made, and live on: something outside of the copies keeps them.
+
+        Those without parameters have drawn nothing.
+        """
         if any(made() is not None for made in self.made):
             gc.collect()  # most have references to themselves
-        return [type(module).__name__ for made in self.made if (module := made()) is not None]
+        living = [module for made in self.made if (module := made()) is not None]
+        return [type(module).__name__ for module in living if any(True for _ in module.parameters())]
 
     def drawing(self, rows: Rows | None, copies: Sequence[Any]) -> AbstractContextManager[None]:
         """Surround ``loss_of`` for these rows. Without draws of one process, dropout layers are off."""

@@ -289,8 +289,8 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
     def write(name: str, value: Any, *_: Any, **__: Any) -> None:
         log(f"self.logger's {name}", value, reduce_fx=OF_RANK_ZERO)
 
-    def write_all(metrics: Mapping[str, Any], *_: Any, **__: Any) -> None:
-        for name, value in metrics.items():
+    def write_all(metrics: Any, *_: Any, **__: Any) -> None:
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
             write(name, value)
 
     for logger in silent.loggers:
