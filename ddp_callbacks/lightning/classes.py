@@ -54,7 +54,8 @@ class CallbackStrategy(CallbackStrategyMixin):
             ``"by_process"``: each process draws its own numbers in a step, which costs less time.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
-            local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
+            local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`. The
+            loss must be a mean.
         verify: ``"warn"``: compare the gradient of the first batch of a fit with that of a single process, and warn if
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
             So are those of the epochs 1, 2, 4, 8 and so on, as 0.5 % of the time allows: a loss may get a term later.
