@@ -37,6 +37,7 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.run uses on_run_start, on_advance_start, on_advance_end, on_run_end",
     "loops.fit_loop:_FitLoop.__init__ uses _data_fetcher, epoch_progress",
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
+    "loops.fit_loop:_FitLoop._can_stop_early",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _last_val_dl_reload_epoch, _seen_batches_per_dataloader",
     "loops.evaluation_loop:_EvaluationLoop.setup_data uses _combined_loader, _should_reload_val_dl",
@@ -167,6 +168,24 @@ def is_done(fit_loop: Any) -> bool:
     """Whether the fit is over. Suppresses Lightning's message, which its own check logs."""
     with _without_information():
         return bool(fit_loop.done)
+
+
+@contextmanager
+def with_more_time(trainer: Any) -> Iterator[bool]:
+    """Inside, a fit whose time is over by a ``Timer`` (``max_time``) does not stop for it. Yield whether it is over.
+
+    Process 0's clock counts. A collective if the fit stops.
+    """
+    kind = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.callbacks").Timer
+    is_over = trainer.should_stop and trainer.fit_loop._can_stop_early
+    if is_over:
+        remaining = [each.time_remaining() for each in trainer.callbacks if isinstance(each, kind)]
+        is_over = bool(trainer.strategy.broadcast(any(left is not None and left <= 0 for left in remaining)))
+    trainer.should_stop = trainer.should_stop and not is_over
+    try:
+        yield is_over
+    finally:
+        trainer.should_stop = trainer.should_stop or is_over
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from ddp_callbacks.checkpoints.settings import follow_settings, settings_of
 from ddp_callbacks.data.attributes import Checksums, checksums_of
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
-from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
+from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.lightning import _parts, _progress, checkpoint_files, loggers, own_state
 from ddp_callbacks.lightning.packages import require
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.replacement import Replacements
@@ -84,6 +84,7 @@ class Fit:
         self._settings: dict[str, str] = {}  # of the optimizers and schedulers, when the fit began
         self._exit = Replacements()
         self._handled = sys.exc_info()[1]  # by the user's code, around this fit
+        self._is_out_of_time = False  # since the last batch
 
     def begin(self) -> None:
         """Read the file, if there is one, and listen for requests to stop. A collective.
@@ -242,8 +243,19 @@ class Fit:
         if not _parts.loaders_of(val_loop):
             self._exit.replace_once(val_loop, "setup_data", functools.partial(_progress.keep_count, val_loop))
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
-        loggers.cut_back(self._trainer.loggers, self._saved.own(0)["loggers"])
+        of_rank_zero = self._saved.own(0)
+        loggers.cut_back(self._trainer.loggers, of_rank_zero["loggers"])
+        checkpoint_files.replace_newer(self._trainer, of_rank_zero["checkpoints"], self._exit)
+        self._tell_if_over()
         self._saved = None  # frees as much memory as the model and its optimizer have
+
+    def _tell_if_over(self) -> None:
+        """Say that nothing is left to train if it was no limit that has ended the run; Lightning tells of limits."""
+        if self._trainer.should_stop and _progress.is_done(self._trainer.fit_loop) and get_rank() == 0:
+            say(
+                f"nothing is left to train: trainer.should_stop has ended the run in {self._savers.path}, as "
+                "EarlyStopping does. Remove the file to train again."
+            )
 
     def _begins_passes(self) -> bool:
         """Whether the first epoch of this fit begins a pass. Epoch 0 uses the one that begins with the fit."""
@@ -256,12 +268,17 @@ class Fit:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _end_batch(self, decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
-        """After a training batch, write and stop if due. Return whether a validation comes next."""
-        validates = decide(data_fetcher)
-        take = functools.partial(self._take, "training", validates)
-        accumulates = _parts.is_accumulating(self._trainer)
-        self._savers.save_if_due(take, accumulates, ends_batch=True, validates=validates)
-        return validates
+        """After a training batch, write and stop if due. Return whether a validation comes next.
+
+        If the time is over, the next run with more of it continues here, before the validation and the hooks of an end.
+        """
+        with _progress.with_more_time(self._trainer) as self._is_out_of_time:
+            validates = decide(data_fetcher)
+            take = functools.partial(self._take, "training", validates)
+            accumulates = _parts.is_accumulating(self._trainer)
+            is_at = {"ends_batch": True, "validates": validates, "is_over": self._is_out_of_time}
+            self._savers.save_if_due(take, accumulates, **is_at)
+        return bool(decide(data_fetcher)) if self._is_out_of_time else validates
 
     def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
         step(*args)
@@ -272,7 +289,9 @@ class Fit:
         """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
-        self._savers.save_if_due(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
+        if not self._is_out_of_time:
+            with _progress.with_more_time(self._trainer):
+                self._savers.save_if_due(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:
@@ -291,7 +310,7 @@ class Fit:
         checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
         if trainer.strategy.takes_local_steps:
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
-        own["loggers"] = loggers.places_of(trainer.loggers)
+        own |= {"loggers": loggers.places_of(trainer.loggers), "checkpoints": checkpoint_files.names_of(trainer)}
         yield checkpoint, own, self._about(train)
 
     def _state_of(self, loader: Any, position: dict[str, Any] | None = None) -> dict[str, Any] | None:

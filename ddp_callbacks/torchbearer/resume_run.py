@@ -163,7 +163,8 @@ def _read(origin: Resume | Recover, savers: Savers, about: dict[str, str]) -> No
         if origin.rank == 0:
             epochs, own = len(origin.saved.shared["history"]), origin.saved.local_states(0, origin.world_size).mine
             after = f"batch {own['batches']} of epoch {epochs + 1}" if own["batches"] else f"epoch {epochs}"
-            say(f"resumes from {savers.path}, after {after}")
+            over = ", which has ended the run: to train again, remove the file" if own["is_last"] else ""
+            say(f"resumes from {savers.path}, after {after}{over}")
 
 
 class _Run(CallbackListInjection):  # type: ignore[misc]

@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from kit.compare import assert_equal
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from trainers import Net, joined, loader, outcome, quiet
@@ -201,6 +201,80 @@ def test_a_time_limit_stops_a_fit(tmp_path: Path) -> None:
     parts = [fit(tmp_path / "run.ckpt", time_limit=limit, num_sanity_val_steps=0) for _ in range(16)]
     assert [row for part in parts for row in part["logged"]] == whole["logged"]
     assert_equal(parts[-1]["parameters"], whole["parameters"], 0.0)
+
+
+class RunsOut(pl.Callback):
+    """Lets the time be over at the end of a batch, as if an hour had passed."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            next(each for each in trainer.callbacks if isinstance(each, Timer)).load_state_dict(
+                {"time_elapsed": {"train": 3600.0}}
+            )
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("batch", [2, 4, 6])
+def test_a_run_whose_max_time_was_over_goes_on_when_it_has_more(tmp_path: Path, batch: int, interval: str) -> None:
+    whole = fit(tmp_path / "whole.ckpt", num_sanity_val_steps=0)
+    path = tmp_path / "run.ckpt"
+    timer = Timer(timedelta(hours=1), interval)
+    cut = fit(path, callbacks=[RunsOut(batch), timer], num_sanity_val_steps=0)
+    assert cut["global_step"] == (batch if interval == "step" else -(-batch // 4) * 4)
+    last = fit(path, callbacks=[Timer(timedelta(hours=2), interval)], num_sanity_val_steps=0)
+    assert last["global_step"] == whole["global_step"] == 8
+    assert_equal(last["parameters"], whole["parameters"], 0.0)
+    done = len(whole["logged"]) - len(last["logged"])
+    assert_equal(last["logged"], whole["logged"][done:], 0.0)
+    assert bool(last["logged"]) == (cut["global_step"] < 8)
+
+
+def test_a_run_that_a_callback_has_ended_says_that_nothing_is_left_to_train(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "ddp_callbacks")
+    path = tmp_path / "run.ckpt"
+    for _ in range(2):
+        stopping = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+        found = fit(path, callbacks=[stopping], max_epochs=9)
+        assert found["global_step"] == 8
+    assert caplog.text.count("nothing is left to train: trainer.should_stop has ended the run in ") == 1
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_checkpoints_of_steps_that_a_killed_run_repeats_have_the_same_names(tmp_path: Path, steps: int) -> None:
+    """Otherwise the repeated last.ckpt is last-v1.ckpt, and last.ckpt stays old."""
+    found = {}
+    for name, ends in {"whole": [None], "cut": [ZeroDivisionError(), None]}.items():
+        folder = tmp_path / name
+        for error in ends:
+            kept = ModelCheckpoint(
+                folder, every_n_train_steps=steps, save_top_k=2, monitor="step", mode="max", save_last=True
+            )
+            fit(
+                tmp_path / f"{name}.ckpt",
+                7 if error else None,
+                error,
+                callbacks=[kept],
+                every=5,
+                enable_checkpointing=True,
+            )
+        found[name] = {path.name: torch.load(path)["global_step"] for path in folder.iterdir()}
+    assert found["cut"] == found["whole"]
+    assert found["whole"]["last.ckpt"] == 8 // steps * steps
+
+
+def test_checkpoints_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / "last.ckpt").write_text("of another run")
+    for error in (ZeroDivisionError(), None):
+        kept = ModelCheckpoint(folder, every_n_train_steps=6, save_last=True)
+        fit(tmp_path / "run.ckpt", 7 if error else None, error, callbacks=[kept], every=5, enable_checkpointing=True)
+    assert (folder / "last.ckpt").read_text() == "of another run"
+    assert torch.load(folder / "last-v1.ckpt")["global_step"] == 6
+    assert not (folder / "last-v2.ckpt").exists()
 
 
 def test_a_last_write_that_fails_is_an_error_in_a_fit_that_an_except_block_has_called(
