@@ -49,7 +49,11 @@ class BackwardHooks:
             hook = self._hook(slot, *places.get(slot, (None, 0)))
             with trainable(parameter):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._handles.append(register_optimizer_step_post_hook(self._after_step))  # which may contain the backward
+        self.after_steps(self._after_step)  # which may contain the backward
+
+    def after_steps(self, hook: Callable[..., None]) -> None:
+        """Call ``hook`` after each step of an optimizer, with it, until :meth:`close`."""
+        self._handles.append(register_optimizer_step_post_hook(hook))
 
     def synchronize(self) -> None:
         """Synchronize now. A collective. Does nothing during a backward, whose end synchronizes."""

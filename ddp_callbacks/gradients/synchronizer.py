@@ -37,6 +37,7 @@ from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.gradients.weighing import Undo
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas.checks import ParameterChecks
 from ddp_callbacks.replicas.parameters import broadcast_all
 from ddp_callbacks.replicas.step_times import StepTimes
 
@@ -66,6 +67,8 @@ class GradientSynchronizer:
             state (see :class:`ddp_callbacks.GradBucket`). ``None`` is the exact all-reduce.
         compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
             keeps every sum exact, as it always is on a single node.
+        compare_replicas: Whether the ranks compare checksums of their trainable parameters after the optimizer's steps
+            1, 2, 4, ..., 1024, and each 1024th one after these. They then wait for their GPUs.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
@@ -73,7 +76,8 @@ class GradientSynchronizer:
             parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``). From the step of
             an optimizer: gradients of its parameters wait in :meth:`no_sync`.
         MismatchError: The ranks' models or settings differ. From backward: they train different parameters,
-            or have drawn unequal numbers of batches since the last one.
+            or have drawn unequal numbers of batches since the last one. From the step of an optimizer: they hold
+            different parameters.
         PeerError: From backward: another rank failed or died.
     """
 
@@ -85,11 +89,13 @@ class GradientSynchronizer:
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
         compress: Compress = None,
+        compare_replicas: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._options = EngineOptions(bucket_cap_mb, comm_hook, comm_state, compress)
         self.times = StepTimes(module, bucket_cap_mb=bucket_cap_mb, comm_hook=comm_hook, compress=compress)
         self._module = module
+        self._compares = compare_replicas
         self._has_accumulated = False  # whether gradients were ever accumulated
         self._switch = Switch()
         self._reducer: Reducer | None = None
@@ -113,6 +119,8 @@ class GradientSynchronizer:
             self.close()
         self._reducer = reducer
         self._hooks = BackwardHooks(reducer, self._switch)
+        if self._compares:
+            self._hooks.after_steps(ParameterChecks(known.named, self._group).after_step)
 
     def follow(self) -> None:
         """Synchronize parameters that were added to the module, replaced, or moved to another dtype or device.

@@ -219,7 +219,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         held = Held(model, trained=self._trained_now)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(held, **vars(self._engine))
+                self._synchronizer = GradientSynchronizer(held, **vars(self._engine), compare_replicas=False)
                 self._exit.callback(self._synchronizer.close)
             else:
                 self._local = LocalSteps(self._trainer, held, self._sync, self._engine, self._exit)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.errors import say
@@ -20,6 +21,8 @@ FIRST = 10
 """The number of steps before the first comparison."""
 _SHARE = 0.005  # of the time, for comparisons: half of what they may take, as no rank sees all that they cost
 _LONGEST = 300.0  # seconds between two of them
+_SELDOM = 1024  # steps between two comparisons of parameters alone, later in a run
+_AT_FIRST = " (is there a broadcast_parameters in front of the training?)"
 
 
 class ReplicaChecks:
@@ -77,6 +80,34 @@ class ReplicaChecks:
         for rank, text in self._stragglers.note(step * self._steps, self._steps, times):
             if get_rank() == 0:
                 say(f"{describe(rank)} {text}")
+
+
+class ParameterChecks:
+    """Compares trainable parameters after the steps of any optimizer of them: 1, 2, 4, ..., 1024, and each 1024th.
+
+    Ranks on different kinds of processors, which may round differently, are not compared.
+
+    Args:
+        named: The parameters, the same on every rank.
+        group: The ranks' process group.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._named, self._ids, self._group = named, {*map(id, named.values())}, group
+        self._steps = 0
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Compare them, if the optimizer has some and it is time. A collective then."""
+        if self._ids.isdisjoint(id(each) for own in optimizer.param_groups for each in own["params"]):
+            return
+        self._steps += 1
+        if self._steps % _SELDOM and self._steps & (self._steps - 1):
+            return
+        trained = {f"parameter {name}": own for name, own in self._named.items() if own.requires_grad and is_dense(own)}
+        found = exchange_checksums(trained, group=self._group)
+        if len({each.processor for each in found}) == 1:
+            when = f"after step {self._steps}" + _AT_FIRST * (self._steps == 1)
+            repair_or_raise(trained, found, when, "raise", self._group, [optimizer])
 
 
 def steps_until_next(costs: Sequence[float], steps: Sequence[float]) -> int:

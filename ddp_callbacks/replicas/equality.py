@@ -25,9 +25,9 @@ OnDivergence = Literal["raise", "repair"]
 _REMEDY = (
     "All ranks start with the same values and apply the same gradients, so something has changed them on some ranks "
     "alone: a hook or callback that asks for the rank, draws from a random state of its own, or reads a value of its "
-    "rank's part of the data (a logged loss), a step that not all ranks took, an optimizer's setting that differs (a "
-    "learning rate), a gradient that no backward has made (p.grad = ...), a buffer that each computes from its own "
-    "part of the data, or faulty memory."
+    "rank's part of the data (a logged loss, or what a closure returns to LBFGS), a step that not all ranks took, an "
+    "optimizer's setting that differs (a learning rate), a gradient that no backward has made (p.grad = ...), a buffer "
+    "that each computes from its own part of the data, or faulty memory."
 )
 _NO_MAJORITY = (
     'on_divergence="repair" needs values that more than half of the ranks have, and there is no such majority.'

@@ -168,7 +168,7 @@ class AllReduceGradients(WeighsLoss):
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = GradientSynchronizer(held_by(state), **self._options)
+            self._synchronizer = GradientSynchronizer(held_by(state), **self._options, compare_replicas=False)
             state[STEP_TIMES] = self._synchronizer.times
         self._skipped = 0
 

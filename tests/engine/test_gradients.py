@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
+from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 
@@ -417,6 +418,28 @@ def weigh_behind_layers_that_mix_gradients() -> None:
             backward(model, 0)
 
 
+def models_that_nobody_has_broadcast() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    model[2].weight.data += dist.get_rank()
+    sync.weigh(1, 2)
+    backward(model, 0)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def a_line_search_by_the_loss_of_the_part() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=2, line_search_fn="strong_wolfe")
+    sync.weigh(1, 2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mean_loss(model(batch(dist.get_rank(), 0) * 3 ** dist.get_rank()))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 HOOK = "has a hook of register_post_accumulate_grad_hook: step_in_backward"
 TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     other_shapes: (
@@ -432,6 +455,14 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     a_layer_that_the_forward_pass_makes: ("parameter 4.weight was added, replaced or moved since", "call weigh()"),
     step_with_gradients_of_no_sync: ("stepped with a gradient of parameter 0.weight", "call synchronize() of the"),
     weigh_behind_layers_that_mix_gradients: ("1 is a BatchNorm that mixes", "Call weigh_loss(loss, weight, total)"),
+    models_that_nobody_has_broadcast: (
+        "the ranks hold different models after step 1 (is there a broadcast_parameters in front",
+        "parameter 2.weight: rank 1",
+    ),
+    a_line_search_by_the_loss_of_the_part: (
+        "the ranks hold different models after step 1",
+        "(a logged loss, or what a closure returns to LBFGS)",
+    ),
     two_models_in_another_order: ("waits for the gradients of bias to weight (synchronizer ", "in the same order"),
 }
 MISTAKES = {mistake.__name__: mistake for mistake in TOLD}
@@ -443,6 +474,18 @@ def test_what_would_give_wrong_gradients_is_refused_with_the_reason(name: str) -
     with pytest.raises((ConfigurationError, MismatchError)) as caught:
         MISTAKES[name]()
     assert all(text in str(caught.value) for text in TOLD[MISTAKES[name]]), caught.value
+
+
+@WORLD
+def test_parameters_may_differ_where_nothing_compares_them() -> None:
+    sync = GradientSynchronizer(model := mlp(), compare_replicas=False)
+    model[2].weight.data += dist.get_rank()
+    sync.weigh(1, 2)
+    backward(model, 0)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    gradients = all_gather_object(flat_gradient(model).tolist(), "the gradients")
+    assert gradients[0] == gradients[1]
+    sync.close()
 
 
 def test_gradients_under_weights_without_a_total_are_refused_on_another_number_of_ranks() -> None:

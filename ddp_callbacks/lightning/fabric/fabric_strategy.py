@@ -95,7 +95,7 @@ class CallbackFabricMixin(ProcessesMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._models = Models(functools.partial(GradientSynchronizer, **vars(self._engine)))
+        self._models = Models(functools.partial(GradientSynchronizer, **vars(self._engine), compare_replicas=False))
         self._backward_sync_control = self  # Fabric calls its no_backward_sync
         self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
         self._batches, self._losses, self._checks = Batches(), LossWatch(), LossChecks()
