@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks.batch_norm.layers import unsynchronized
-from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, broadcast_object
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
+from ddp_callbacks.data.nested import arrays_in
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.gradients.first_batch import (
@@ -58,6 +59,10 @@ _COMMUNICATES = (
     "equal ({local} of {total} samples here). Each counts by its samples, while a loss that takes a mean over the "
     "processes, or multiplies by their number, counts all alike. Choose batch sizes that are multiples of the number "
     'of processes, with drop_last=True. Or divide a sum by the number in all parts, and give reduction="sum".'
+)
+_PADDED = (
+    "The parts have other lengths than the whole batch: collate_fn pads each to its own longest sample. If the model "
+    "or the loss sees the padding, pad all to one length. Otherwise: "
 )
 _log = logging.getLogger("ddp_callbacks")
 
@@ -377,7 +382,8 @@ def _compare(
         f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
     )
     by_part = _normalizing_by_part(computation.parts[0]) if is_strict else []  # otherwise these do not, here
-    text += f"{draws.remedy()} {_remedy(by_part, adds_up)}".lstrip()
+    padding = _PADDED if any_rank(_has_other_length(first), PURPOSE, group) else ""
+    text += f"{draws.remedy()} {padding}{_remedy(by_part, adds_up)}".lstrip()
     raise MismatchError(broadcast_object(text, PURPOSE, group))
 
 
@@ -501,6 +507,12 @@ def _remedy(by_part: Sequence[str], adds_up: bool) -> str:
         "contrastive loss or a normalization of your own does, needs the whole batch on each process "
         "(self.all_gather(outputs, sync_grads=True) in a LightningModule), and the size of a batch from the batch."
     )
+
+
+def _has_other_length(first: FirstBatch) -> bool:
+    """Whether a tensor of this rank's part differs from that of the whole batch in more than the number of samples."""
+    pairs = zip(arrays_in(first.whole), arrays_in(first.part), strict=False)
+    return any(whole.ndim == part.ndim and whole.shape[1:] != part.shape[1:] for whole, part in pairs)
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:

@@ -130,6 +130,10 @@ def lengths(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model, (F.pad(batch[0], (0, 5 - batch[0].shape[1])), batch[1]))
 
 
+def seen_padding(model: nn.Module, batch: Any) -> torch.Tensor:
+    return lengths(model, batch) / batch[0].shape[1]
+
+
 def known(batch: Any) -> float:
     return float((batch[1] != IGNORED).sum())
 
@@ -177,6 +181,10 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     "padded to the longest of a part": (
         lambda: verify(lengths, rows=DataLoader(samples(), SAMPLES, collate_fn=padded)),
         PASSES,
+    ),
+    "padding that the loss sees": (
+        lambda: verify(seen_padding, rows=DataLoader(samples(), SAMPLES, collate_fn=padded)),
+        "collate_fn pads each to its own longest sample. If the model or the loss sees the padding, pad all to one length.",
     ),
     "an unused layer in channels_last": (
         lambda: verify(lambda model, batch: cross_entropy(model[0], batch), model=with_unused_images()),
