@@ -184,7 +184,7 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "padding that the loss sees": (
         lambda: verify(seen_padding, rows=DataLoader(samples(), SAMPLES, collate_fn=padded)),
-        "collate_fn pads each to its own longest sample. If the model or the loss sees the padding, pad all to one length.",
+        "collate_fn pads each to its own longest sample. If the model or the loss sees the padding, pad all to one",
     ),
     "an unused layer in channels_last": (
         lambda: verify(lambda model, batch: cross_entropy(model[0], batch), model=with_unused_images()),
