@@ -11,7 +11,7 @@ import torch
 
 from ddp_callbacks._torch import BatchNorm, content_of, non_persistent_buffers
 
-_KIND = operator.attrgetter("dtype", "device")
+_KIND = operator.attrgetter("dtype", "device", "shape")
 
 
 class Held(torch.nn.Module):

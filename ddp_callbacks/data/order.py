@@ -27,7 +27,7 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.data.iterator import DividedLoader, Start
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.order_state import Attributes, other_batches
-from ddp_callbacks.data.random_state import OwnRandomState, changed_state
+from ddp_callbacks.data.random_state import OwnRandomState, changed_state, follow_changes
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
 
@@ -120,8 +120,8 @@ class Order(Iterable[Any]):
             raise ConfigurationError(message)
         block, self._is_over, self.seed, states, drawn = message
         set_generators(self._sources, states)
-        if drawn and not self._runs_sampler and checksums_of(get_global_state()) == drawn[0]:
-            set_global_state(drawn[1])
+        if drawn and not self._runs_sampler:
+            follow_changes(*drawn)
         self._drawn += len(block)
         if block:
             self._last, self._position = block[-1], None

@@ -108,6 +108,18 @@ def changed_state(known: State) -> State:
     return [None if is_same_state([state], [before]) else state for state, before in both]
 
 
+def follow_changes(before: Sequence[int], changed: State) -> None:
+    """Draw what another rank has drawn, from torch, or from Python and NumPy, if the state was the same before. Local.
+
+    Args:
+        before: The :func:`checksums_of` the other rank's state.
+        changed: Its :func:`changed_state` afterwards.
+    """
+    torchs, others = map(operator.eq, checksums_of(get_global_state()), before)
+    follows = (torchs, others, others, torchs)
+    set_global_state([state if is_same else None for state, is_same in zip(changed, follows, strict=True)])
+
+
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
     """Give every rank but 0 a distinct global random state, derived from rank 0's, which is unchanged. A collective.
 

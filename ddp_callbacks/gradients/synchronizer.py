@@ -111,12 +111,13 @@ class GradientSynchronizer:
         known = Parameters(self._module)
         if before is None:
             refuse_foreign_hooks(known.named)
+        else:
+            self.close()  # its hooks keep autograd's nodes for the shapes before
         self._require_same_way()
         devices = [parameter.device for parameter in known.named.values()]
         reducer = Reducer(known, BucketSums(self._group, devices, self._options), self.times)
         if before is not None:
             reducer.continue_from(before)
-            self.close()
         self._reducer = reducer
         self._hooks = BackwardHooks(reducer, self._switch)
         if self._compares:

@@ -28,7 +28,7 @@ Logged values wait as ``logged_rows`` until the ranks join them; ``logs`` says w
 With the callback ``Resume`` a fit can stop and resume at the next batch. ``resume_fit`` reads and writes the file.
 ``own_state`` is each rank's state beside Lightning's checkpoint: logged values, buffers, metrics and the module's
 attributes. ``keep_going`` begins a call again without processes that died. ``checkpoints`` lets all ranks read
-rank 0's, and ``loggers`` lets a resumed fit log to the files of the fit that was cut.
+rank 0's. ``loggers`` lets a resumed fit log to the files of the fit that was cut, ``checkpoint_files`` save to them.
 
 Only ``_parts``, ``_logged`` and ``_progress`` use private names of Lightning, ``_torchmetrics`` those of torchmetrics,
 and list them.

@@ -29,7 +29,10 @@ _JOINS, _REPEATS = ("cat", "concat", "concatenate", "vstack"), ("repeat", "tile"
 ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatten"}
 """Functions that may give each sample several rows."""
 
-_UNEQUAL = "how much it draws does not follow from the number of samples, as for packed sequences"
+_UNEQUAL = (
+    "how much it draws does not follow from the number of samples, as for packed sequences, or batches of several "
+    "loaders"
+)
 _PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
 _ALL = "draw for all samples, then take those that you need"
 _FIRST = "let the batch be the first dimension, and no other size that of a part"

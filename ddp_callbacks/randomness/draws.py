@@ -47,8 +47,8 @@ _OTHERWISE = (
     "then take those that you need, and let no other size be that of a part"
 )
 _PARTED = (
-    "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, or "
-    "depending on values"
+    "rank {} has drawn another amount than rank 0{} in a pass: code draws on one rank only, for each sample, "
+    "depending on values, or for batches of several loaders, whose sizes differ"
 )
 _PADDED = (
     "rank {} has drawn another amount than rank 0 in a pass: {} draws for a size that changes from batch to batch, as "

@@ -258,10 +258,12 @@ class DrawingOperators(TorchDispatchMode):
         return found
 
     def _name(self) -> str:
-        """Return the name of the layer that draws; if that is the whole module, or a callback, the line as well."""
+        """Return the name of the layer that draws, or the line; if it is the whole module, or a callback, both."""
         names = (name for name, layer in self._module.named_modules() if layer is self._layer)
         owner = self._owner if self._layer is None else self._layer
-        kind = type(self._module if owner is None else owner)
+        if owner is None:
+            return _line()
+        kind = type(owner)
         is_of_library = kind.__module__.partition(".")[0] in ("torch", *_HOSTS)
         return next(names, "") or kind.__name__ + ("" if is_of_library else f" ({_line()})")
 
@@ -299,7 +301,7 @@ def _caller(around: Container[FrameType]) -> tuple[Any, Any, int, bool]:
         if layer is None and code.co_varnames[:1] == ("self",):
             own = frame.f_locals.get("self")
             layer = own if isinstance(own, nn.Module) else None
-            owner = own if owner is None and not name.startswith("torch.") else owner
+            owner = own if owner is None and name.partition(".")[0] not in ("torch", "ddp_callbacks") else owner
     return layer, owner, hash(tuple(stack)), is_recomputed
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
-from ddp_callbacks.errors import say
+from ddp_callbacks.errors import say, warn
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.presence import describe
 from ddp_callbacks.replicas.equality import OnDivergence, exchange_checksums, repair_or_raise
@@ -22,6 +23,10 @@ FIRST = 10
 _SHARE = 0.005  # of the time, for comparisons: half of what they may take, as no rank sees all that they cost
 _LONGEST = 300.0  # seconds between two of them
 _SELDOM = 1024  # steps between two comparisons of parameters alone, later in a run
+_OTHERS = (
+    "an optimizer steps a parameter of shape {shape} that no GradientSynchronizer has, so each process trains its own. "
+    "Make the synchronizer for a module with all that is trained, such as nn.ModuleList([model, loss])."
+)
 _AT_FIRST = " (is there a broadcast_parameters in front of the training?)"
 
 
@@ -85,20 +90,31 @@ class ReplicaChecks:
 class ParameterChecks:
     """Compares trainable parameters after the steps of any optimizer of them: 1, 2, 4, ..., 1024, and each 1024th.
 
+    It also warns, once, if an optimizer steps other parameters: each rank would train its own.
+
     Ranks on different kinds of processors, which may round differently, are not compared.
 
     Args:
         named: The parameters, the same on every rank.
         group: The ranks' process group.
+
+    Attributes:
+        ids: Those of the parameters.
     """
 
+    _all: ClassVar[weakref.WeakSet[ParameterChecks]] = weakref.WeakSet()
+    _told: ClassVar[list[str]] = []
+
     def __init__(self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-        self._named, self._ids, self._group = named, {*map(id, named.values())}, group
+        self.ids, self._named, self._group = {*map(id, named.values())}, named, group
         self._steps = 0
+        self._all.add(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare them, if the optimizer has some and it is time. A collective then."""
-        if self._ids.isdisjoint(id(each) for own in optimizer.param_groups for each in own["params"]):
+        stepped = [each for own in optimizer.param_groups for each in own["params"]]
+        self._warn_of_others(stepped)
+        if self.ids.isdisjoint(map(id, stepped)):
             return
         self._steps += 1
         if self._steps % _SELDOM and self._steps & (self._steps - 1):
@@ -108,6 +124,14 @@ class ParameterChecks:
         if len({each.processor for each in found}) == 1:
             when = f"after step {self._steps}" + _AT_FIRST * (self._steps == 1)
             repair_or_raise(trained, found, when, "raise", self._group, [optimizer])
+
+    def _warn_of_others(self, stepped: Sequence[torch.Tensor]) -> None:
+        known = {each for checks in self._all for each in checks.ids}
+        others = [each for each in stepped if each.grad is not None and id(each) not in known]
+        if others and not self._told:
+            self._told.append(_OTHERS.format(shape=list(others[0].shape)))
+            if get_rank() == 0:
+                warn(self._told[0])
 
 
 def steps_until_next(costs: Sequence[float], steps: Sequence[float]) -> int:

@@ -94,6 +94,21 @@ def test_generators_of_the_sources_get_rank_0s_state_for_good() -> None:
 
 
 @WORLD
+def test_a_shuffled_loader_leaves_torchs_state_equal_where_only_torch_was_seeded() -> None:
+    seed_all(450)
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    rows = DataLoader(TensorDataset(torch.arange(8)), batch_size=4, shuffle=True)
+    found = []
+    for loader in (rows, shard_loader(rows)):
+        torch.manual_seed(450)
+        found.append([torch.rand(1).item() for _ in loader])
+    assert found[0] == found[1]
+    first, second = by_rank(found)
+    assert first == second
+
+
+@WORLD
 def test_distinct_states_differ_repeat_themselves_and_leave_rank_0s_alone() -> None:
     """`seed_by_rank` makes each process draw apart."""
     found = []

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks.batch_norm.layers import BatchNormSynchronizer
-from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.comm.collectives import all_gather_object, broadcast_object
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 
@@ -211,12 +212,20 @@ def assigned(model: nn.Module) -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
+def longer(model: Any) -> None:
+    for layer, dim in ((model[0], 0), (model[2], 1)):
+        layer.weight.data = torch.cat([layer.weight.data, layer.weight.data.narrow(dim, 0, 1)], dim)
+    model[0].bias.data = torch.cat([model[0].bias.data, model[0].bias.data[:1]])
+
+
 def there_and_back(model: nn.Module) -> None:
     model.float()
     model.double()
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {each.__name__: each for each in (new_head, assigned, there_and_back)}
+CHANGES: dict[str, Callable[[Any], None]] = {
+    each.__name__: each for each in (new_head, assigned, longer, there_and_back)
+}
 
 
 @WORLD.each(CHANGES)
@@ -426,6 +435,19 @@ def models_that_nobody_has_broadcast() -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
+def a_parameter_that_no_synchronizer_has() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    loose = nn.Parameter(torch.zeros(3))
+    sync.weigh(1, 2)
+    (mean_loss(model(batch(dist.get_rank(), 0))) * loose.exp().sum()).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.optim.SGD([*model.parameters(), loose], 0.1).step()
+    sync.close()
+    told = broadcast_object([str(each.message) for each in caught], "the warnings")
+    raise ConfigurationError(" ".join(told))
+
+
 def a_line_search_by_the_loss_of_the_part() -> None:
     sync = GradientSynchronizer(model := mlp())
     optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=2, line_search_fn="strong_wolfe")
@@ -458,6 +480,9 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
     models_that_nobody_has_broadcast: (
         "the ranks hold different models after step 1 (is there a broadcast_parameters in front",
         "parameter 2.weight: rank 1",
+    ),
+    a_parameter_that_no_synchronizer_has: (
+        "an optimizer steps a parameter of shape [3] that no GradientSynchronizer has, so each process trains its own",
     ),
     a_line_search_by_the_loss_of_the_part: (
         "the ranks hold different models after step 1",

@@ -244,7 +244,6 @@ def test_a_run_that_a_callback_has_ended_says_that_nothing_is_left_to_train(tmp_
 
 @pytest.mark.parametrize("steps", [2, 6])
 def test_checkpoints_of_steps_that_a_killed_run_repeats_have_the_same_names(tmp_path: Path, steps: int) -> None:
-    """Otherwise the repeated last.ckpt is last-v1.ckpt, and last.ckpt stays old."""
     found = {}
     for name, ends in {"whole": [None], "cut": [ZeroDivisionError(), None]}.items():
         folder = tmp_path / name

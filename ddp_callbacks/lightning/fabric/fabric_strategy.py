@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -57,6 +58,7 @@ class CallbackFabricMixin(ProcessesMixin):
     _last = Share(1, None)
     _fraction: float | None = None  # of the batch of a loop's body
     _weights = (1.0, 1.0)  # of the last backward
+    _is_exiting = staticmethod(sys.is_finalizing)  # when Python closes an open loop, names of modules are gone
     _backwards = 0
 
     def __init__(
@@ -254,7 +256,8 @@ class CallbackFabricMixin(ProcessesMixin):
             yield running
         except GeneratorExit:  # a break, or a return
             running.is_cut = True
-            self._random.cut_pass(running)
+            if not self._is_exiting():
+                self._random.cut_pass(running)
             raise
         finally:
             self._random.end(running)
