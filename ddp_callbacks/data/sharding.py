@@ -42,10 +42,6 @@ from ddp_callbacks.randomness import Rows, WholeDraws
 from ddp_callbacks.randomness.generators import default_generators, states_of
 from ddp_callbacks.reporting.recorder import timed_loading
 
-_WHOLE = (
-    "with_shares has a DataLoader of {name} that is not divided, so each process takes all of its batches: give it to "
-    "shard_loader first."
-)
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left unchanged: its batch is that of one process, not "
     "divided among all, and there are fewer steps than on one process. Give the loader without that sampler, or say by "
@@ -247,9 +243,6 @@ class _WithShares:
 
     def __iter__(self) -> Iterator[tuple[Any, Share]]:
         batches = iter(self._loader)
-        is_whole = is_data_loader(self._loader) and not isinstance(batches, ShardedIterator)
-        if is_whole and not is_distributed(self._loader) and get_rank() == 0 and get_world_size() > 1:
-            warn(_WHOLE.format(name=name_of(self._loader)))
         drawn = batches if isinstance(batches, ShardedIterator) else _Undivided(batches)
         begin: list[torch.Tensor] = []
         for number, batch in enumerate(drawn):

@@ -245,7 +245,7 @@ class Fit:
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
         of_rank_zero = self._saved.own(0)
         loggers.cut_back(self._trainer.loggers, of_rank_zero["loggers"])
-        checkpoint_files.replace_newer(self._trainer, of_rank_zero["checkpoints"], self._exit)
+        checkpoint_files.replace_newer(self._trainer, of_rank_zero.get("checkpoints", {}), self._exit)
         self._tell_if_over()
         self._saved = None  # frees as much memory as the model and its optimizer have
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import is_dense
+from ddp_callbacks.comm.held import trained_by
 from ddp_callbacks.errors import say, warn
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.presence import describe
@@ -90,7 +91,7 @@ class ReplicaChecks:
 class ParameterChecks:
     """Compares trainable parameters after the steps of any optimizer of them: 1, 2, 4, ..., 1024, and each 1024th.
 
-    It also warns, once, if an optimizer steps other parameters: each rank would train its own.
+    It also warns, once, if the first step of an optimizer is of other parameters: each rank would train its own.
 
     Ranks on different kinds of processors, which may round differently, are not compared.
 
@@ -108,13 +109,15 @@ class ParameterChecks:
     def __init__(self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         self.ids, self._named, self._group = {*map(id, named.values())}, named, group
         self._steps = 0
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._all.add(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare them, if the optimizer has some and it is time. A collective then."""
-        stepped = [each for own in optimizer.param_groups for each in own["params"]]
-        self._warn_of_others(stepped)
-        if self.ids.isdisjoint(map(id, stepped)):
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._warn_of_others(optimizer)
+        if self.ids.isdisjoint(map(id, trained_by([optimizer]))):
             return
         self._steps += 1
         if self._steps % _SELDOM and self._steps & (self._steps - 1):
@@ -125,9 +128,9 @@ class ParameterChecks:
             when = f"after step {self._steps}" + _AT_FIRST * (self._steps == 1)
             repair_or_raise(trained, found, when, "raise", self._group, [optimizer])
 
-    def _warn_of_others(self, stepped: Sequence[torch.Tensor]) -> None:
+    def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
         known = {each for checks in self._all for each in checks.ids}
-        others = [each for each in stepped if each.grad is not None and id(each) not in known]
+        others = [each for each in trained_by([optimizer]) if each.grad is not None and id(each) not in known]
         if others and not self._told:
             self._told.append(_OTHERS.format(shape=list(others[0].shape)))
             if get_rank() == 0:
