@@ -91,7 +91,7 @@ class ReplicaChecks:
 class ParameterChecks:
     """Compares trainable parameters after the steps of any optimizer of them: 1, 2, 4, ..., 1024, and each 1024th.
 
-    It also warns, once, if the first step of an optimizer is of other parameters: each rank would train its own.
+    It also warns, once, if such an optimizer has parameters that no synchronizer has: each rank would train its own.
 
     Ranks on different kinds of processors, which may round differently, are not compared.
 
@@ -109,19 +109,16 @@ class ParameterChecks:
     def __init__(self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         self.ids, self._named, self._group = {*map(id, named.values())}, named, group
         self._steps = 0
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._all.add(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare them, if the optimizer has some and it is time. A collective then."""
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._warn_of_others(optimizer)
         if self.ids.isdisjoint(map(id, trained_by([optimizer]))):
             return
         self._steps += 1
         if self._steps % _SELDOM and self._steps & (self._steps - 1):
             return
+        self._warn_of_others(optimizer)
         trained = {f"parameter {name}": own for name, own in self._named.items() if own.requires_grad and is_dense(own)}
         found = exchange_checksums(trained, group=self._group)
         if len({each.processor for each in found}) == 1:

@@ -383,6 +383,7 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 env = join_process_group()
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 synchronizer = GradientSynchronizer(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

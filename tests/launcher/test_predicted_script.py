@@ -16,6 +16,7 @@ TRAIN = """
 import time, torch
 from ddp_callbacks import GradientSynchronizer, join_process_group
 
+torch.manual_seed(0)
 ranks, module = join_process_group().world_size, torch.nn.Linear(2, 2)
 synchronizer, optimizer = GradientSynchronizer(module), torch.optim.SGD(module.parameters(), lr=0.1)
 while True:
