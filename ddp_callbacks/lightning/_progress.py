@@ -176,9 +176,9 @@ def with_more_time(trainer: Any) -> Iterator[bool]:
 
     Process 0's clock counts. A collective if the fit stops.
     """
-    kind = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.callbacks").Timer
     is_over = trainer.should_stop and trainer.fit_loop._can_stop_early
     if is_over:
+        kind = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.callbacks").Timer
         remaining = [each.time_remaining() for each in trainer.callbacks if isinstance(each, kind)]
         is_over = bool(trainer.strategy.broadcast(any(left is not None and left <= 0 for left in remaining)))
     trainer.should_stop = trainer.should_stop and not is_over
