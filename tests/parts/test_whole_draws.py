@@ -358,7 +358,7 @@ BY_SAMPLES: dict[str, Step] = {  # x is 1 in the first rows of the whole batch, 
 
 
 @pytest.mark.parametrize("name", BY_SAMPLES)
-def test_layers_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str) -> None:
+def test_lines_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str) -> None:
     everyone = [WholeDraws(nn.Identity(), rank) for rank in range(2)]
     for rank, draws in enumerate(everyone):
         torch.manual_seed(5)
@@ -366,7 +366,7 @@ def test_layers_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str)
             with draws.batch(Rows(5 * rank, 5 - rank, 9)):
                 BY_SAMPLES[name](torch.full((5 - rank, LENGTH, WIDTH), float(number == rank)))
     everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])  # as many draws on both
-    with pytest.warns(UserWarning, match="Identity: when, how often or how much it draws depends on the samples of"):
+    with pytest.warns(UserWarning, match=r"whole_draws.py, line \d+: when, how often or how much it draws depends on the samples of"):
         everyone[0].warn()
 
 
