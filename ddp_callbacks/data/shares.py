@@ -67,13 +67,17 @@ def loss_weight(share: Share, reduction: str, mean_over: Any = None) -> tuple[fl
 
 
 def note_part(error: Exception, share: Share) -> None:
-    """Let an error that names the size of a batch and that of a part say why these differ. Local."""
+    """Let an error that a part of a batch may cause, as its size differs from that of the batch, say so. Local."""
     numbers = set(map(int, re.findall(r"\d+", str(error))))
-    if share.total and 0 < share.local < share.total and numbers >= {share.local, share.total}:
-        error.add_note(
-            f"This process computes {share.local} of the {share.total} samples of the batch. Take their number from "
-            "the batch, as by len(x), not from the batch size of its loader."
-        )
+    if not share.total or not 0 < share.local < share.total:
+        return
+    if numbers >= {share.local, share.total}:
+        remedy = "Take their number from the batch, as by len(x), not from the batch size of its loader."
+    elif share.local == 1 and isinstance(error, IndexError | RuntimeError | ValueError):
+        remedy = "x.squeeze() removes the dimension of a single sample, too: name the dimension, as in x.squeeze(-1)."
+    else:
+        return
+    error.add_note(f"This process computes {share.local} of the {share.total} samples of the batch. {remedy}")
 
 
 def check_batch_size(batch_size: str) -> None:

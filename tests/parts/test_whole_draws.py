@@ -366,7 +366,7 @@ def test_lines_that_draw_by_what_the_samples_of_a_rank_are_are_named(name: str) 
             with draws.batch(Rows(5 * rank, 5 - rank, 9)):
                 BY_SAMPLES[name](torch.full((5 - rank, LENGTH, WIDTH), float(number == rank)))
     everyone[0].compare([[7, 7], [7, 7]], [each.report() for each in everyone])  # as many draws on both
-    with pytest.warns(UserWarning, match=r"whole_draws.py, line \d+: when, how often or how much it draws depends on the samples of"):
+    with pytest.warns(UserWarning, match=r"whole_draws.py, line \d+: when, how often or how much it draws depends"):
         everyone[0].warn()
 
 

@@ -133,11 +133,18 @@ class OfABatch(Net):
         return (self(batch[0])[:, 0] - torch.ones(4)).square().mean()
 
 
+class OfMore(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).squeeze()[:, 0].square().mean()
+
+
 @WORLD.on(TWO)
-def test_a_step_that_knows_the_batch_size_is_told_that_it_has_a_part() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        fit(CallbackStrategy(verify=None), OfABatch(), loader(16, 4), max_epochs=1)
-    assert raised.value.__notes__[0].startswith("This process computes 2 of the 4 samples of the batch.")
+def test_a_step_that_fails_on_another_size_is_told_that_it_has_a_part() -> None:
+    of = "of the {} samples of the batch."
+    for model, samples, says in ((OfABatch(), 16, f"2 {of.format(4)} Take"), (OfMore(), 18, f"1 {of.format(2)} x.sq")):
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            fit(CallbackStrategy(verify=None), model, loader(samples, 4), max_epochs=1)
+        assert raised.value.__notes__[0].startswith(f"This process computes {says}")
 
 
 class Guesses(Net):
