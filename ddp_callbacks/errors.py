@@ -99,8 +99,12 @@ class NonFiniteLossWarning(RuntimeWarning):
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Print to standard error. If the program has set up logging, log at ``level`` instead."""
-    if _log.hasHandlers():
+    """Print to standard error. If the program logs ``level``, or has set the logger ``ddp_callbacks``, log instead.
+
+    A root logger of level ``WARNING`` may be a package's: it does not hide the text.
+    """
+    is_set = _log.level or _log.manager.disable
+    if _log.hasHandlers() and (is_set or _log.isEnabledFor(level)):
         _log.log(level, text)
     else:
         print(f"ddp_callbacks: {text}", file=sys.stderr)

@@ -1,13 +1,15 @@
-"""Which of several failures ``ddprun`` tells, and in which words."""
+"""Which of several failures ``ddprun`` tells, and in which words; and where the library tells something else."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+from collections.abc import Iterator
 
 import pytest
 
-from ddp_callbacks.errors import EXIT_PREEMPTED
+from ddp_callbacks.errors import EXIT_PREEMPTED, say
 from ddp_callbacks.launcher.first_failure import End, Record, first_cause, read_record
 from ddp_callbacks.reporting.stacks import innermost, summary
 
@@ -203,3 +205,38 @@ def test_a_rank_that_waits_in_a_library_is_shown_by_the_line_of_the_script() -> 
         "2: unknown: it wrote no stack. Is it stopped (kill -CONT)?",
         f"0: {own}, waiting for other ranks",
     ]
+
+
+@pytest.fixture
+def levels() -> Iterator[tuple[logging.Logger, logging.Logger]]:
+    loggers = (logging.root, logging.getLogger("ddp_callbacks"))
+    before = [logger.level for logger in loggers]
+    yield loggers
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("root", "own", "prefix"),
+    [
+        (logging.INFO, logging.NOTSET, "INFO:ddp_callbacks:"),
+        (logging.WARNING, logging.NOTSET, "ddp_callbacks: "),
+        (logging.WARNING, logging.INFO, "INFO:ddp_callbacks:"),
+        (logging.INFO, logging.WARNING, None),
+    ],
+)
+def test_a_root_logger_of_a_package_hides_no_announcement(
+    root: int,
+    own: int,
+    prefix: str | None,
+    levels: tuple[logging.Logger, logging.Logger],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    for logger, level in zip(levels, (root, own), strict=True):
+        logger.setLevel(level)
+    say("hello")
+    assert capsys.readouterr().err == ("" if prefix is None else f"{prefix}hello\n")
