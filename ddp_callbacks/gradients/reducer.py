@@ -50,6 +50,11 @@ _UNEQUAL = (
     "GradientSynchronizer, with the share of the batch: for batch, share in with_shares(loader). In a LightningModule, "
     "call self.manual_backward(loss) instead of loss.backward()."
 )
+_WEIGH_ON_ALL = (
+    "Call weigh() of the GradientSynchronizer before each backward on every rank, with the same total, also where a "
+    "rank has no samples: weigh(share.local, share.total). Without a call the total is that of the call before, or the "
+    "number of ranks."
+)
 _SAME_PARAMETERS = "Freeze the same parameters on every rank (requires_grad), before the same backward."
 
 
@@ -241,7 +246,11 @@ class Reducer:
         dense = [is_frozen for bucket in self.buckets for is_frozen in bucket.frozen]
         sparse = [not parameter.requires_grad for parameter in self.parameters[self.dense :]]
         drawn = self._drawn.count ^ self._drawn.checksum
-        return float(zlib.crc32(bytes(dense + sparse), drawn) % ((1 << 24) // self._group.size()))
+        alike = bytes(dense + sparse) + self._total_weight().encode()
+        return float(zlib.crc32(alike, drawn) % ((1 << 24) // self._group.size()))
+
+    def _total_weight(self) -> str:
+        return f"{self.weighing.total:.6g}" if self.weighing.total is not None else "unknown here"
 
     def _exchange_metadata(self) -> torch.Tensor:
         """Wait for all launched buckets; return the sum of all ranks' metadata. A collective."""
@@ -286,5 +295,6 @@ class Reducer:
         agree, drawn = partial(require_agreement, group=self._group), self._drawn
         agree({"drawn since the last backward": str(drawn)}, "the batches of this backward", _BACKWARD_FOR_ALL)
         agree({f"checksum up to {drawn}": str(drawn.checksum)}, "the content of the batches", _SAME_BATCHES)
+        agree({"total weight": self._total_weight()}, "the weights of this backward", _WEIGH_ON_ALL)
         settings = {self.known.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
         agree(settings, "what this backward trains", _SAME_PARAMETERS)

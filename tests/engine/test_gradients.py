@@ -357,6 +357,19 @@ def test_parameters_that_only_some_ranks_freeze_are_named_with_the_ranks(way: st
     sync.close()
 
 
+@WORLD
+def test_a_rank_that_weighs_no_part_is_named() -> None:
+    sync = GradientSynchronizer(model := mlp())
+    sync.weigh(7 - 5 * dist.get_rank(), 9)
+    backward(model, 0)
+    if dist.get_rank():
+        sync.weigh(1, 4)  # a smaller batch, in which rank 0 has no sample
+    says = "the weights of this backward:\n  total weight: 9 on rank 0; 4 on rank 1"
+    with pytest.raises(MismatchError, match=says):
+        backward(model, 0)
+    sync.close()
+
+
 def other_shapes() -> None:
     rank = dist.get_rank()
     last = nn.Linear(3, 2).requires_grad_(rank == 0)
