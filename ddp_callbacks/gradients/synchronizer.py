@@ -68,7 +68,8 @@ class GradientSynchronizer:
         compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
             keeps every sum exact, as it always is on a single node.
         compare_replicas: Whether the ranks compare checksums of their trainable parameters after the optimizer's steps
-            1, 2, 4, ..., 1024, and each 1024th one after these. They then wait for their GPUs.
+            1, 2, 4, ..., 1024, and each 1024th one after these. They then wait for their GPUs. Rank 0 warns if optimizers
+            have stepped other parameters that no synchronizer has, and these differ.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
@@ -76,8 +77,8 @@ class GradientSynchronizer:
             parameter has another hook on its accumulation (``register_post_accumulate_grad_hook``). From the step of
             an optimizer: gradients of its parameters wait in :meth:`no_sync`.
         MismatchError: The ranks' models or settings differ. From backward: they train different parameters,
-            or have drawn unequal numbers of batches since the last one. From the step of an optimizer: they hold
-            different parameters.
+            have drawn unequal numbers of batches since the last one, or weigh by different totals. From the step of an
+            optimizer: they hold different parameters.
         PeerError: From backward: another rank failed or died.
     """
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.checksums import is_dense
+from ddp_callbacks.comm.checksums import checksum_of_memory, is_dense, memory_of
 from ddp_callbacks.comm.held import trained_by
 from ddp_callbacks.errors import say, warn
 from ddp_callbacks.process_group import get_rank
@@ -25,8 +25,9 @@ _SHARE = 0.005  # of the time, for comparisons: half of what they may take, as n
 _LONGEST = 300.0  # seconds between two of them
 _SELDOM = 1024  # steps between two comparisons of parameters alone, later in a run
 _OTHERS = (
-    "an optimizer steps a parameter of shape {shape} that no GradientSynchronizer has, so each process trains its own. "
-    "Make the synchronizer for a module with all that is trained, such as nn.ModuleList([model, loss])."
+    "each process trains parameters of its own: an optimizer steps them, no GradientSynchronizer has them, and their "
+    "values differ by now. Their shapes: {shapes}. Make a synchronizer for each module that is trained, or one for "
+    "nn.ModuleList([model, loss])."
 )
 _AT_FIRST = " (is there a broadcast_parameters in front of the training?)"
 
@@ -91,7 +92,7 @@ class ReplicaChecks:
 class ParameterChecks:
     """Compares trainable parameters after the steps of any optimizer of them: 1, 2, 4, ..., 1024, and each 1024th.
 
-    It also warns, once, if such an optimizer has parameters that no synchronizer has: each rank would train its own.
+    It also warns if any optimizer has stepped other parameters, and these differ: each rank trains its own.
 
     Ranks on different kinds of processors, which may round differently, are not compared.
 
@@ -104,7 +105,8 @@ class ParameterChecks:
     """
 
     _all: ClassVar[weakref.WeakSet[ParameterChecks]] = weakref.WeakSet()
-    _told: ClassVar[list[str]] = []
+    _stepped: ClassVar[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
+    _told: ClassVar[set[str]] = set()
 
     def __init__(self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         self.ids, self._named, self._group = {*map(id, named.values())}, named, group
@@ -113,25 +115,30 @@ class ParameterChecks:
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare them, if the optimizer has some and it is time. A collective then."""
+        self._stepped.add(optimizer)
         if self.ids.isdisjoint(map(id, trained_by([optimizer]))):
             return
         self._steps += 1
         if self._steps % _SELDOM and self._steps & (self._steps - 1):
             return
-        self._warn_of_others(optimizer)
         trained = {f"parameter {name}": own for name, own in self._named.items() if own.requires_grad and is_dense(own)}
-        found = exchange_checksums(trained, group=self._group)
+        found = exchange_checksums(trained, self._others(), self._group)
         if len({each.processor for each in found}) == 1:
             when = f"after step {self._steps}" + _AT_FIRST * (self._steps == 1)
             repair_or_raise(trained, found, when, "raise", self._group, [optimizer])
+            self._warn_of_others([set(map(tuple, each.note)) for each in found])
 
-    def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+    def _others(self) -> list[tuple[str, int]]:
+        """Return the shapes and checksums of what optimizers have stepped and no synchronizer has."""
         known = {each for checks in self._all for each in checks.ids}
-        others = [each for each in trained_by([optimizer]) if each.grad is not None and id(each) not in known]
-        if others and not self._told:
-            self._told.append(_OTHERS.format(shape=list(others[0].shape)))
-            if get_rank() == 0:
-                warn(self._told[0])
+        others = [each for each in trained_by(self._stepped) if id(each) not in known and is_dense(each)]
+        return [(str([*each.shape]), checksum_of_memory(memory_of(each))) for each in others]
+
+    def _warn_of_others(self, held: Sequence[set[tuple[str, int]]]) -> None:
+        shapes = {each[0] for own in held for each in own if not all(each in of for of in held)} - self._told
+        self._told.update(shapes)
+        if shapes and get_rank() == 0:
+            warn(_OTHERS.format(shapes=", ".join(sorted(shapes))))
 
 
 def steps_until_next(costs: Sequence[float], steps: Sequence[float]) -> int:

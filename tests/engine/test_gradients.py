@@ -448,17 +448,35 @@ def models_that_nobody_has_broadcast() -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
+def warnings_of(*optimizers: torch.optim.Optimizer) -> ConfigurationError:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer in optimizers:
+            optimizer.step()
+    return ConfigurationError(" ".join(broadcast_object([str(each.message) for each in caught], "the warnings")))
+
+
 def a_parameter_that_no_synchronizer_has() -> None:
     sync = GradientSynchronizer(model := mlp())
     loose = nn.Parameter(torch.zeros(3))
     sync.weigh(1, 2)
     (mean_loss(model(batch(dist.get_rank(), 0))) * loose.exp().sum()).backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.optim.SGD([*model.parameters(), loose], 0.1).step()
+    told = warnings_of(torch.optim.SGD([*model.parameters(), loose], 0.1))
     sync.close()
-    told = broadcast_object([str(each.message) for each in caught], "the warnings")
-    raise ConfigurationError(" ".join(told))
+    raise told
+
+
+def a_model_that_no_synchronizer_has() -> None:
+    sync = GradientSynchronizer(generator := mlp())
+    discriminator, alike = mlp(1), nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(alike.weight)
+    sync.weigh(1, 2)
+    for model in (generator, discriminator):
+        backward(model, 0)
+    alike(torch.ones(1)).backward()
+    told = warnings_of(*(torch.optim.SGD(model.parameters(), 0.1) for model in (alike, discriminator, generator)))
+    sync.close()
+    raise told
 
 
 def a_line_search_by_the_loss_of_the_part() -> None:
@@ -494,8 +512,10 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
         "the ranks hold different models after step 1 (is there a broadcast_parameters in front",
         "parameter 2.weight: rank 1",
     ),
-    a_parameter_that_no_synchronizer_has: (
-        "an optimizer steps a parameter of shape [3] that no GradientSynchronizer has, so each process trains its own",
+    a_parameter_that_no_synchronizer_has: ("each process trains parameters of its own", "Their shapes: [3]. Make a"),
+    a_model_that_no_synchronizer_has: (
+        "each process trains parameters of its own",
+        "Their shapes: [4, 4], [4]. Make a",
     ),
     a_line_search_by_the_loss_of_the_part: (
         "the ranks hold different models after step 1",
