@@ -68,8 +68,8 @@ class GradientSynchronizer:
         compress: Send gradients over the network between nodes in half precision: ``"bf16"`` or ``"fp16"``. ``None``
             keeps every sum exact, as it always is on a single node.
         compare_replicas: Whether the ranks compare checksums of their trainable parameters after the optimizer's steps
-            1, 2, 4, ..., 1024, and each 1024th one after these. They then wait for their GPUs. Rank 0 warns if optimizers
-            have stepped other parameters that no synchronizer has, and these differ.
+            1, 2, 4, ..., 1024, and each 1024th one after these. They then wait for their GPUs. Rank 0 warns if
+            optimizers have stepped other parameters that no synchronizer has, and these differ.
         process_group: The ranks' process group; ``None`` is the default group.
 
     Raises:
