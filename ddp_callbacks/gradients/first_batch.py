@@ -24,7 +24,7 @@ from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_st
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
-from ddp_callbacks.gradients.side_effects import refusing_collectives, writing_nowhere
+from ddp_callbacks.gradients.side_effects import refusing_collectives, warn_of_files, writing_nowhere
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group.default_group import as_one_process, in_step
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -236,6 +236,89 @@ def weighed_gradients(loss: torch.Tensor, fraction: float, module: nn.Module) ->
         (gradient.to_dense() if counts and gradient is not None else torch.zeros_like(parameter)).contiguous()
         for gradient, parameter in zip(found, inputs, strict=True)
     ]
+
+
+class Gradients(NamedTuple):
+    """What the whole batch and this rank's part give.
+
+    Attributes:
+        expected: The gradients of the whole batch.
+        own: Those of this rank's part, times ``fraction``.
+        fraction: The weight of this rank's part in the batch.
+        logs: This rank's samples, its fraction of what is logged, the values of its part, and those of the whole batch.
+    """
+
+    expected: list[torch.Tensor]
+    own: list[torch.Tensor]
+    fraction: float
+    logs: tuple[int, float, dict[str, float], dict[str, float]]
+
+
+class GradientsOnCopies:
+    """Computes the gradients of one batch, each time on new copies. The methods are collectives.
+
+    Args:
+        computation: The loss.
+        first: The batch.
+        group: The ranks' process group.
+        is_strict: See :func:`attempt_on_all`.
+    """
+
+    def __init__(
+        self, computation: Computation, first: FirstBatch, group: dist.ProcessGroup | None, is_strict: bool
+    ) -> None:
+        self._computation, self._first, self._group, self._is_strict = computation, first, group, is_strict
+        self.draws = Draws(computation, group)
+        self._attempt = functools.partial(attempt_on_all, group, is_strict)
+        # Layers that communicate wait for the other ranks, which must know first whether this one has got that far.
+        meets = any(getattr(layer, "is_synchronized", False) for layer in computation.parts[0].modules())
+        self._attempt_here = functools.partial(attempt_on_all, group, is_strict or not meets)
+
+    def compute(self, change: float = 0.0) -> Gradients:
+        """Return the gradients of the whole batch and of this rank's part.
+
+        Args:
+            change: By how much of its value each parameter is changed at most, at random, alike on every rank; and the
+                loss, whose gradient may not depend on the parameters.
+        """
+        first = self._first
+        with ExitStack() as stack:
+            expected, logged_whole, copy, loss, logged = self._attempt(lambda: self._whole_and_part(stack, change))
+            warn_of_files(self._computation.written, "the training step", self._group)
+            fraction = fraction_of(first.weight, self._group)
+            fraction_of_logs = fraction_of(first.logs, self._group) if first.logs else fraction
+            own = self._attempt(lambda: weighed_gradients(loss, (1 + change) * fraction, copy))
+        return Gradients(expected, own, fraction, (first.samples, fraction_of_logs, logged, logged_whole))
+
+    def of_whole(self) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Return the gradients of the whole batch, and what the step has logged."""
+        return self._attempt(lambda: self._whole(0.0))  # type: ignore[no-any-return]
+
+    def _whole(self, change: float) -> tuple[list[torch.Tensor], dict[str, float]]:
+        with self.draws.of_whole(self._first) as rows, ExitStack() as stack:
+            copy, loss, logged = self._loss(stack, self._first.whole, rows, change)
+            return self._attempt_here(lambda: weighed_gradients(loss, 1 + change, copy)), logged
+
+    def _whole_and_part(self, stack: ExitStack, change: float) -> tuple[Any, ...]:
+        whole = self._whole(change)
+        stack.enter_context(self.draws.of_part(self._first))
+        return *whole, *self._loss(stack, self._first.part, self._first.rows, change)
+
+    def _loss(
+        self, stack: ExitStack, batch: Any, rows: Rows | None, change: float
+    ) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
+        copies = self._attempt_here(lambda: copies_of(self._computation, stack, self._is_strict))
+        _change(copies[0], change)
+        stack.enter_context(self._computation.drawing(rows, copies))
+        loss = self._attempt_here(lambda: self._computation.compute(copies, batch))
+        return copies[0], loss, dict(self._computation.logged())
+
+
+@torch.no_grad()
+def _change(module: nn.Module, change: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainable(module).values() if change else ():
+        parameter.mul_(1 + change * (2 * torch.rand(parameter.shape, generator=generator) - 1))
 
 
 @contextmanager

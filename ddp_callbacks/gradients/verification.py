@@ -30,6 +30,8 @@ from ddp_callbacks.gradients.first_batch import (
     Computation,
     Draws,
     FirstBatch,
+    Gradients,
+    GradientsOnCopies,
     Weight,
     attempt_on_all,
     check_comparable,
@@ -37,7 +39,6 @@ from ddp_callbacks.gradients.first_batch import (
     fraction_of,
     random_states_kept,
     trainable,
-    weighed_gradients,
 )
 from ddp_callbacks.gradients.side_effects import warn_of_files
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -51,6 +52,8 @@ OF_RANK_ZERO = "rank 0"
 _RARELY = 200  # times as long as a comparison takes, until the next one
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
+_NEGLIGIBLE, _ROUNDINGS = 1e-5, 64  # of the largest gradient, and in its dtype: what may be rounding, but is not alike
+_CHANGE, _STEADY = 2.0**-12, 0.1  # of the parameters; and by how much of it the difference of a gradient changes then
 _ROUNDING = 1e-6  # of a logged value near 0
 _UNCLEAR = 16  # roundings by which two ways to join values may differ unseen
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
@@ -323,59 +326,41 @@ def _compare(
     is_strict: bool,
     which: str,
 ) -> None:
-    attempt, draws = functools.partial(attempt_on_all, group, is_strict), Draws(computation, group)
-    # Layers that communicate wait for the other ranks, which must know first whether this one has got that far.
-    meets = any(getattr(layer, "is_synchronized", False) for layer in computation.parts[0].modules())
-    attempt_here = functools.partial(attempt_on_all, group, is_strict or not meets)
-
-    def compute(stack: ExitStack, batch: Any, rows: Rows | None) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
-        copies = attempt_here(lambda: copies_of(computation, stack, is_strict))
-        stack.enter_context(computation.drawing(rows, copies))
-        return copies[0], attempt_here(lambda: computation.compute(copies, batch)), dict(computation.logged())
-
-    def of_whole() -> tuple[list[torch.Tensor], dict[str, float]]:
-        with draws.of_whole(first) as rows, ExitStack() as stack:
-            copy, loss, logged = compute(stack, first.whole, rows)
-            return attempt_here(lambda: weighed_gradients(loss, 1.0, copy)), logged
-
-    def of_whole_and_part(stack: ExitStack) -> tuple[Any, ...]:
-        whole = of_whole()
-        stack.enter_context(draws.of_part(first))
-        return *whole, *compute(stack, first.part, first.rows)
-
-    with ExitStack() as stack:
-        expected, logged_whole, copy, loss, logged = attempt(lambda: of_whole_and_part(stack))
-        warn_of_files(computation.written, "the training step", group)
-        fraction = fraction_of(first.weight, group)
-        fraction_of_logs = fraction_of(first.logs, group) if first.logs else fraction
-        own = attempt(lambda: weighed_gradients(loss, fraction, copy))
+    computed = GradientsOnCopies(computation, first, group, is_strict)
+    draws, found = computed.draws, computed.compute()
+    expected = found.expected
     if not any(map(_largest, expected)):
         raise ConfigurationError(
             f"the gradients of {which} cannot be compared: its loss depends on no parameter of the copy of the "
             "module that computes it. Use the module that is given, and none that is global."
         )
-    found = _differences(_sum(own, 1.0, group), expected)
-    is_telling = is_strict or _is_telling(found, expected)
-    found, differing = broadcast_object([found, found if is_telling else []], PURPOSE, group)  # all decide alike
-    if not found and computation.draws is not None:
-        computation.draws.confirm()
-    if not differing:
-        of_logs = first.samples, fraction_of_logs, logged, logged_whole
-        if text := _differing(computation, of_logs, lambda: attempt(of_whole)[1], group):
+    differing = _differences(_sum(found.own, 1.0, group), expected)
+    is_rounding = _is_rounding(differing, expected)
+    is_telling = not is_rounding and (is_strict or _is_telling(differing, expected))
+    doubtful = None if is_telling else _doubtful(differing, expected)
+    is_rounding, is_telling, doubtful = broadcast_object([is_rounding, is_telling, doubtful], PURPOSE, group)
+    if doubtful is not None:
+        is_telling = _is_steady(doubtful, found, computed.compute(_CHANGE), group)
+    if not is_telling:
+        if is_rounding and computation.draws is not None:
+            computation.draws.confirm()
+        if text := _differing(computation, found.logs, lambda: computed.of_whole()[1], group):
             draws.require_told()
             raise MismatchError(
                 f"the gradient of {which} is that of one process, but the mean over the processes of what the "
                 f"training step logs is not: {text}{draws.remedy()}"
             )
         return
-    if broadcast_object(_differences(attempt(of_whole)[0], expected), PURPOSE, group):
+    again = _differences(computed.of_whole()[0], expected)
+    if broadcast_object(not _is_rounding(again, expected), PURPOSE, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ. '
             "The model is random, or its gradients are not finite."
         )
     draws.require_told()
     _require_same_batch(expected, group)
-    adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
+    unweighed = _sum(found.own, 1 / found.fraction if found.fraction else 0.0, group)
+    adds_up = _is_rounding(_differences(unweighed, expected), expected)
     name, most = max(zip(trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
     text = (
         f"the gradient of {which} on {get_world_size(group)} processes is not that of one process: for "
@@ -471,17 +456,41 @@ def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup |
 
 
 def _differences(found: Iterable[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """Return the largest difference in each gradient; an empty list if rounding can explain all of them."""
-    largest = [_largest(one - other) for one, other in zip(found, expected, strict=True)]
+    """Return the largest difference in each gradient."""
+    return [_largest(one - other) for one, other in zip(found, expected, strict=True)]
+
+
+def _is_rounding(differences: Sequence[float], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether rounding can explain all differences."""
     most = math.sqrt(max(map(_epsilon, expected), default=0.0)) * max(map(_largest, expected), default=0.0)
-    return [] if all(each <= most and math.isfinite(each) for each in largest) else largest
+    return all(each <= most and math.isfinite(each) for each in differences)
+
+
+def _doubtful(differences: Sequence[float], expected: Sequence[torch.Tensor]) -> int | None:
+    """Return which gradient has the largest difference, if that is more than rounding usually makes it on a CPU."""
+    most, epsilon = max(map(_largest, expected)), max(map(_epsilon, expected))
+    is_usual = max(differences) <= max(_NEGLIGIBLE, _ROUNDINGS * epsilon) * most
+    return None if is_usual or any(each.is_cuda for each in expected) else differences.index(max(differences))
+
+
+def _is_steady(index: int, found: Gradients, changed: Gradients, group: dist.ProcessGroup | None) -> bool:
+    """Whether a gradient differs by the same after a small change of the parameters: rounding would not. A collective.
+
+    Args:
+        index: Which gradient.
+        found, changed: The gradients before and after the change.
+    """
+    pairs = [(each.own[index], each.expected[index]) for each in (found, changed)]
+    before, after = (next(_sum([own], 1.0, group)) - expected for own, expected in pairs)
+    is_steady = float((after - before).norm()) <= _STEADY * float(before.norm())
+    return bool(broadcast_object(is_steady, PURPOSE, group))
 
 
 def _is_telling(found: Sequence[float], expected: Sequence[torch.Tensor]) -> bool:
     """Whether a difference is larger than rounding makes it in any case."""
     largest, epsilon = [*map(_largest, expected)], max(map(_epsilon, expected))
     most = (_EXACT if epsilon <= torch.finfo(torch.float64).eps else _TELLING) * max(largest)
-    pairs = zip(found, largest, strict=False)  # nothing is found if rounding explains all
+    pairs = zip(found, largest, strict=True)
     return any(each > most or each > max(_OWN * mine, most / 10) for each, mine in pairs)
 
 

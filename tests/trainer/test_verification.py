@@ -261,6 +261,25 @@ class KnownOnly(Net):
         return F.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
 
 
+class WithASmallTerm(Net):
+    """Of the whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0].to(next(self.parameters())))
+        return F.cross_entropy(outputs, batch[1]) + 1e-3 * outputs.std(0).mean()
+
+
+class Linear(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers[0](batch[0]).mean()
+
+
+def nearly_cancelling() -> DataLoader[Any]:
+    """The gradient is the mean of large numbers of both signs: rounding makes 1e-4 of it."""
+    large, small = 1e4 * torch.randn(4, FEATURES), torch.randn(4, FEATURES)
+    return DataLoader(TensorDataset(torch.cat([large, small - large.flip(0)])), 8)
+
+
 class MeanOfKnown(nn.Module):
     def forward(self, outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs, classes, ignore_index=0)
@@ -696,6 +715,9 @@ DATA = "the data set is not the same on every process: in the first batch, rank 
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
+    "with a small term": (lambda: trainer_tells(WithASmallTerm()), TELLS),
+    "with a small term, in single precision": (lambda: trainer_tells(WithASmallTerm().float()), TELLS),
+    "that rounds much": (lambda: trainer_tells(Linear().float(), nearly_cancelling()), ""),
     "of known targets, by a module that the step makes": (lambda: trainer_tells(MakesItsLoss()), TELLS),
     "beside a cached teacher": (
         lambda: trainer_tells(HasACachedTeacher()),
