@@ -240,6 +240,12 @@ def keeps_iterator(loader: DataLoader[Any]) -> bool:
     return any(isinstance(value, _BaseDataLoaderIter) for value in kept.values())
 
 
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a pass is one over the loader's own sampler: ``__iter__`` is torch's, or a subclass's that calls it."""
+    code = getattr(type(loader).__iter__, "__code__", None)
+    return type(loader).__iter__ is DataLoader.__iter__ or code is None or "__iter__" in code.co_names
+
+
 def is_torchs_iterator(batches: object) -> bool:
     """Whether this is an iterator as a ``DataLoader`` makes it, which yields what its ``collate_fn`` returns."""
     return isinstance(batches, _BaseDataLoaderIter)

@@ -16,6 +16,7 @@ from ddp_callbacks._torch import (
     copied_loader,
     has_persistent_workers,
     is_torchs_iterator,
+    iterates_as_torch,
     keeps_iterator,
     note_workers,
     override,
@@ -137,6 +138,8 @@ class BeforeLoading(DividedLoader):
         if start and start.position and start.position["drawn"]:
             self._order.begin()
         loaded = batches if self._loading is None else self._loaded(batches, self._loading)
+        if not is_torchs_iterator(batches):
+            loaded = self._begun.checked(loaded)
         return ShardedIterator(self, self._begun, batches, loaded, shares)
 
     def size_of(self, drawn: Any) -> int:
@@ -219,7 +222,8 @@ def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGrou
     """Return this rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
     if not is_data_loader(loader):
         return None
-    if _has_samples_by_index(loader) and not has_state(loader) and not keeps_iterator(loader):
+    begins_pass = iterates_as_torch(loader) and not keeps_iterator(loader)
+    if _has_samples_by_index(loader) and not has_state(loader) and begins_pass:
         return BeforeLoading(loader, divider, group)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(

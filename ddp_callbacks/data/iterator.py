@@ -17,7 +17,7 @@ from ddp_callbacks.data.global_state import State, set_global_state
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.random_state import OwnRandomState
-from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
+from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, warn
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.process_group.presence import found
@@ -167,6 +167,23 @@ class Pass:
         if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
             self.first = None
         return share
+
+    def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of the user's own iterator, which must be those that were drawn, one by one."""
+        for batch in batches:
+            sizes, size = [share.rows.samples for share in self._shares if share.rows is not None], common_size(batch)
+            if not self._shares or (size in sizes and size != sizes[0]):
+                raise self._other_batches()
+            yield batch
+        if self._shares:
+            raise self._other_batches()
+
+    def _other_batches(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self._source.loader).__name__}.__iter__ yields other batches than its sampler draws, or in another "
+            "order, so which part of a batch this process has is unknown. Let its sampler choose and order the "
+            "samples; or yield the batches from a class that is no DataLoader: these are divided after loading."
+        )
 
     def position(self, batches: int | None) -> dict[str, Any]:
         """Return the position in the pass as tensors and plain data, for the state of a resumable loader.

@@ -349,6 +349,43 @@ def test_a_loader_with_an_iter_of_its_own_is_divided_and_one_that_repeats_its_pa
         list(shard_loader(loader))
 
 
+class FromAnother(DataLoader[Any]):
+    def __init__(self, *args: Any) -> None:
+        self.inner = DataLoader(*args, shuffle=True)
+        super().__init__(self.inner.dataset, 2)
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
+@WORLD
+def test_a_loader_that_takes_batches_from_another_one_is_divided_after_loading() -> None:
+    torch.manual_seed(0)
+    parts = by_rank(
+        [batch.tolist()[: share.local] for batch, share in with_shares(shard_loader(FromAnother(NUMBERS, 4)))]
+    )
+    torch.manual_seed(0)
+    batches = [batch.tolist() for batch in FromAnother(NUMBERS, 4)]
+    assert [first + second for first, second in zip(*parts, strict=True)] == batches
+
+
+class Reorders(DataLoader[Any]):
+    way = slice(None)
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[self.way])
+
+
+@WORLD
+def test_a_loader_that_reorders_or_skips_batches_in_its_iter_is_refused() -> None:
+    loader = Reorders(NUMBERS, 4)
+    for loader.way in (slice(None, None, -1), slice(None, None, 2)):
+        with pytest.raises(ConfigurationError, match=r"Reorders\.__iter__ yields other batches than its sampler draws"):
+            list(shard_loader(loader))
+    loader.way = slice(None)
+    assert len(list(shard_loader(loader))) == len(loader)
+
+
 def leave_a_loop(dataset: Any) -> int:
     """How many workers it had."""
     part: Any = shard_loader(DataLoader(dataset, BATCH_SIZE, num_workers=2))
