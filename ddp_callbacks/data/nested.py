@@ -44,8 +44,9 @@ def without_rows(batch: Any) -> Any:
 
 
 def name_of(loader: Any) -> str:
-    """Return the class name of the loader's data set, or of the loader itself if it has none."""
-    return type(getattr(loader, "dataset", loader)).__name__
+    """Return the class name of the loader's data set, or of the loader if it has none, or another loader for one."""
+    data = getattr(loader, "dataset", loader)
+    return type(loader if isinstance(data, DataLoader) else data).__name__
 
 
 def is_data_loader(loader: object) -> TypeGuard[DataLoader[Any]]:
