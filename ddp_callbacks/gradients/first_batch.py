@@ -46,6 +46,7 @@ class Computation:
         logged: Returns what the last call of ``loss_of`` has logged, by name; NaN is not compared.
         operations: By name, ways in which the values of parts may become that of a batch, the likeliest first:
             ``"mean"``, ``"sum"``, ``"max"``, ``"min"``. The comparison leaves those that are right, if any is.
+        fixed: The names of values that are joined in no other way.
         draws: Lets it draw what one process would draw; ``None``: each rank draws numbers of its own.
         refused: Gets the names of torch's collectives that ``loss_of`` has called.
         written: Gets the names of the files that the last call of ``loss_of`` has opened to be written, and whether to
@@ -60,6 +61,7 @@ class Computation:
     instead: Mapping[int, Any] = field(default_factory=dict)
     logged: Callable[[], Mapping[str, float]] = dict
     operations: dict[str, list[str]] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
     draws: WholeDraws | None = None
     refused: list[str] = field(default_factory=list)
     written: dict[str, bool] = field(default_factory=dict)

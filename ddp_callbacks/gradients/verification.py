@@ -57,6 +57,14 @@ _CHANGE, _STEADY = 2.0**-12, 0.1  # of the parameters; and by how much of it the
 _ROUNDING = 1e-6  # of a logged value near 0
 _UNCLEAR = 16  # roundings by which two ways to join values may differ unseen
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
+_LOG_A_MEAN = (
+    "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "
+    "computed from all samples, as a metric."
+)
+_LOG_THE_MEAN = (
+    "These metrics get one number of each process's part, such as its mean. Give them those of the samples, or log the "
+    'number instead: self.log(..., reduce_fx="max"), "min" or "mean".'
+)
 _COMMUNICATES = (
     "the loss calls torch.distributed.{name}, so it is not compared with one process, and the parts of a batch are not "
     "equal ({local} of {total} samples here). Each counts by its samples, while a loss that takes a mean over the "
@@ -401,7 +409,7 @@ def _differing(
         # A part that logs nothing does not count, but if none does.
         parts = [(fraction, own) for fraction, own in of_parts if own is not None] or [(f, 0.0) for f, _ in of_parts]
         known = computation.operations.get(name, ())
-        ways = dict.fromkeys(known if OF_RANK_ZERO in known else [*known, "mean", "sum"])
+        ways = dict.fromkeys(known if name in computation.fixed else [*known, "mean", "sum"])
         right = _right_ways(parts, ways, value, telling) if parts else []
         if right:
             found[name] = right
@@ -412,12 +420,11 @@ def _differing(
     named = [f"{n} ({own:.4g} for {expected[n]:.4g})" for n, own in joint.items() if repeated.get(n) == expected[n]]
     if not joint or not broadcast_object(named, PURPOSE, group):
         return ""
-    remedy = (
-        "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "
-        "computed from all samples, as a metric."
-    )
+    remedy = _LOG_A_MEAN
     if any(OF_RANK_ZERO in computation.operations.get(name, ()) for name in joint):
         remedy += " A logger gets that of rank 0's part: use self.log."
+    elif joint.keys() <= computation.fixed:
+        remedy = _LOG_THE_MEAN
     return str(broadcast_object(f"{', '.join(named)}. {remedy}", PURPOSE, group))
 
 

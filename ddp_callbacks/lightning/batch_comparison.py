@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.synced_metrics import metrics_of
 from ddp_callbacks.randomness import WholeDraws
 
-_OPERATIONS = {"mean", "sum", "max", "min", OF_RANK_ZERO}
+_OPERATIONS = {"mean", "sum", "max", "min"}
+_OF_METRICS = {"MaxMetric": "max", "MinMetric": "min", "SumMetric": "sum", "CatMetric": "length"}
 
 
 def verify_first_batch(
@@ -53,8 +55,7 @@ def verify_first_batch(
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch is not available.
     """
-    module, logged = trainer.lightning_module, dict[str, float]()
-    silent, operations = _silent(trainer), _operations_in(trainer, "training_step")
+    module, silent, logged = trainer.lightning_module, _silent(trainer), _Logged.before(trainer, "training_step")
     has_loss = False
 
     def load() -> FirstBatch:
@@ -68,7 +69,7 @@ def verify_first_batch(
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
         nonlocal has_loss
-        batch = _begin(copies[0], silent, logged, operations, batch)
+        batch = _begin(copies[0], silent, logged, batch)
         if module.automatic_optimization:
             loss = _loss(copies[0].training_step(batch, *arguments))
         else:
@@ -79,11 +80,11 @@ def verify_first_batch(
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     with trainer.precision_plugin.train_step_context():
         computation = Computation(
-            *(parts, loss_of, _instead(trainer, silent), logged.copy, operations, draws),
+            *(parts, loss_of, _instead(trainer, silent), logged.values.copy, logged.operations, logged.fixed, draws),
             is_whole_step=module.automatic_optimization,
         )
         comparisons.compare(computation, load, trainer.current_epoch)
-    _note_operations(trainer, "training_step", operations)
+    logged.note(trainer, "training_step")
     return has_loss
 
 
@@ -97,32 +98,59 @@ def compare_what_is_logged(
     Returns:
         Whether another batch would tell nothing more.
     """
-    silent, logged, operations = _silent(trainer), dict[str, float](), _operations_in(trainer, step)
+    silent, logged = _silent(trainer), _Logged.before(trainer, step)
 
     def load() -> FirstBatch:
         return _load(trainer, loaders, batches, leaves_no_trace=True)
 
     def compute(copies: Sequence[Any], batch: Any) -> Any:
-        return getattr(copies[0], step)(_begin(copies[0], silent, logged, operations, batch), *arguments)
+        return getattr(copies[0], step)(_begin(copies[0], silent, logged, batch), *arguments)
 
     precision = trainer.precision_plugin
     with precision.train_step_context() if trainer.training else precision.val_step_context():
-        instead = _instead(trainer, silent)
-        computation = Computation([trainer.lightning_module], compute, instead, logged.copy, operations, draws)
+        of_logs = logged.values.copy, logged.operations, logged.fixed
+        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), *of_logs, draws)
         is_told = check_logged(computation, load, step)
-    _note_operations(trainer, step, operations)
+    logged.note(trainer, step)
     return is_told
 
 
-def _operations_in(trainer: Any, step: str) -> dict[str, list[str]]:
-    """Return what earlier comparisons have told of a step: a later batch may not tell, such as one without a count."""
-    known = {key.partition(".")[::2]: operation for key, operation in trainer.strategy.operations.items()}
-    return {name: [operation] for (of, name), operation in known.items() if of == step}
+@dataclass(frozen=True)
+class _Logged:
+    """What a step logs.
 
+    Attributes:
+        values: Those of the last call, by name.
+        operations: See :class:`ddp_callbacks.gradients.first_batch.Computation`.
+        fixed: See there.
+    """
 
-def _note_operations(trainer: Any, step: str, operations: Mapping[str, Sequence[str]]) -> None:
-    told = {f"{step}.{name}": ways[0] for name, ways in operations.items() if len(ways) == 1}
-    trainer.strategy.operations.update(told)
+    operations: dict[str, list[str]]
+    values: dict[str, float] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
+
+    @classmethod
+    def before(cls, trainer: Any, step: str) -> _Logged:
+        """Begin with what earlier comparisons have told: a later batch may not tell, such as one without a count."""
+        known = {key.partition(".")[::2]: operation for key, operation in trainer.strategy.operations.items()}
+        return cls({name: [operation] for (of, name), operation in known.items() if of == step})
+
+    def note(self, trainer: Any, step: str) -> None:
+        """Note what this comparison has told."""
+        told = {f"{step}.{name}": ways[0] for name, ways in self.operations.items() if len(ways) == 1}
+        trainer.strategy.operations.update(told)
+
+    def add(self, name: str, value: Any, operation: str, is_of_samples: bool = True) -> None:
+        """Add a number; NaN for one that is not to be compared."""
+        self.operations[name] = [*dict.fromkeys((*self.operations.get(name, ()), operation))]
+        if isinstance(value, int | float | torch.Tensor):
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            self.values[name] = number if is_of_samples else math.nan
+
+    def add_fixed(self, name: str, value: Any, operation: str) -> None:
+        """Add a number that is joined in this way alone."""
+        self.fixed.add(name)
+        self.add(name, value, operation)
 
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
@@ -261,14 +289,11 @@ def _silent(trainer: Any) -> Any:
     return silent
 
 
-def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[str, list[str]], batch: Any) -> Any:
+def _begin(copied: Any, silent: Any, logged: _Logged, batch: Any) -> Any:
     """Give the copy of a module its Trainer, and return a batch for its step.
 
-    It logs to ``logged``, as do numbers that it gives to a logger itself, and torchmetrics do not communicate.
-
-    Args:
-        logged: Gets NaN for what is of other numbers than the samples, or of one rank: it is not compared.
-        operations: Gets how the values of the batches are reduced, by name, after what it has.
+    It logs to ``logged``, as do numbers that it gives to a logger itself, or to a metric that keeps its extremes.
+    Torchmetrics do not communicate. What is of other numbers than the samples, or of one rank, is not compared.
     """
     samples = common_size(batch)  # None if unknown
 
@@ -276,18 +301,14 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
         is_of_samples = not args and "rank_zero_only" not in options and options.get("batch_size") in (None, samples)
         reduction = options.get("reduce_fx", "mean")
         operation = getattr(reduction, "__name__", reduction)
-        ways = [*operations.get(name, ()), operation if operation in _OPERATIONS else "mean"]
-        operations[name] = [*dict.fromkeys(ways)]
-        if isinstance(value, int | float | torch.Tensor):
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-            logged[name] = number if is_of_samples else math.nan
+        logged.add(name, value, operation if operation in _OPERATIONS else "mean", is_of_samples)
 
     def log_dict(values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():
             log(name, value, *args, **options)
 
     def write(name: str, value: Any, *_: Any, **__: Any) -> None:
-        log(f"self.logger's {name}", value, reduce_fx=OF_RANK_ZERO)
+        logged.add_fixed(f"self.logger's {name}", value, OF_RANK_ZERO)
 
     def write_all(metrics: Any, *_: Any, **__: Any) -> None:
         for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
@@ -296,11 +317,25 @@ def _begin(copied: Any, silent: Any, logged: dict[str, float], operations: dict[
     for logger in silent.loggers:
         logger.log_metrics = logger.experiment.log = write_all
         logger.experiment.add_scalar = write
-    logged.clear()
+    logged.values.clear()
     copied.trainer, copied.log, copied.log_dict = silent, log, log_dict
+    _watch_metrics(copied, logged)
+    return _transfer(copied, silent, batch)
+
+
+def _watch_metrics(copied: Any, logged: _Logged) -> None:
     for metric in metrics_of([copied]):
         metric.distributed_available_fn = _ignore  # no process group
-    return _transfer(copied, silent, batch)
+    for name, module in copied.named_modules():
+        if (kind := type(module).__name__) in _OF_METRICS:
+            module.update = functools.partial(_update, module.update, logged, f"{kind} {name}", _OF_METRICS[kind])
+
+
+def _update(update: Callable[..., None], logged: _Logged, name: str, operation: str, value: Any, *args: Any) -> None:
+    """Update a metric, and note what it gets if that is a single number: the parts' may not be those of the batch."""
+    update(value, *args)
+    if getattr(value, "numel", lambda: 1)() == 1:
+        logged.add_fixed(name, *((1.0, "sum") if operation == "length" else (value, operation)))
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchbearer
+import torchmetrics
 from kit.compare import assert_equal
 from kit.ranks import BY_PART
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -259,6 +260,23 @@ class KnownOnly(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+
+
+class HasMetrics(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.farthest = torchmetrics.MaxMetric(), torchmetrics.MaxMetric()
+        self.total, self.count = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        self.all, self.each = torchmetrics.CatMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for metric in (self.largest, self.total, self.all):
+            metric(loss)
+        self.farthest(batch[0].abs().max())
+        self.count.update(len(batch[0]))
+        self.each.update(batch[0][:, 0])
+        return loss
 
 
 class WithASmallTerm(Net):
@@ -732,6 +750,10 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a validation, by weight": (
         lambda: judge(weight=lambda batch: (batch[1] != 0).sum()),
         f"{JUDGED}accuracy (0.2 for 0.1429), spread (0.4 for 0.3499). Log",
+    ),
+    "metrics of the mean of a part": (
+        lambda: trainer_tells(HasMetrics()),
+        "is not: MaxMetric largest (1.048 for 0.9848), SumMetric total (1.843 for 0.9848), CatMetric all (2 for 1). These",
     ),
     "a validation that is to be silent": (lambda: judge(verify=None), ""),
     "what is logged with a wrong weight": (
