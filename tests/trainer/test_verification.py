@@ -753,7 +753,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "metrics of the mean of a part": (
         lambda: trainer_tells(HasMetrics()),
-        "is not: MaxMetric largest (1.048 for 0.9848), SumMetric total (1.843 for 0.9848), CatMetric all (2 for 1). These",
+        "MaxMetric largest (1.048 for 0.9848), SumMetric total (1.843 for 0.9848), CatMetric all (2 for 1). These",
     ),
     "a validation that is to be silent": (lambda: judge(verify=None), ""),
     "what is logged with a wrong weight": (
