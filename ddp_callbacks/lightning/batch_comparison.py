@@ -59,16 +59,16 @@ def verify_first_batch(
     has_loss = False
 
     def load() -> FirstBatch:
-        warns = comparisons.verify == "warn"
         try:
-            return _load(trainer, loaders, batches, leaves_no_trace=warns)
+            return _load(trainer, loaders, batches)
         except _NotComparedError as error:
-            if warns and trainer.is_global_zero:
+            if comparisons.verify == "warn" and trainer.is_global_zero:
                 say(str(error))
             raise
 
     def loss_of(copies: Sequence[Any], batch: Any) -> torch.Tensor:
         nonlocal has_loss
+        _give_data(silent, trainer.datamodule, dict(zip(layers, copies[len(parts) :], strict=True)))
         batch = _begin(copies[0], silent, logged, batch)
         if module.automatic_optimization:
             loss = _loss(copies[0].training_step(batch, *arguments))
@@ -78,9 +78,18 @@ def verify_first_batch(
         return loss
 
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
+    layers = _layers_of_data(trainer)
     with trainer.precision_plugin.train_step_context():
         computation = Computation(
-            *(parts, loss_of, _instead(trainer, silent), logged.values.copy, logged.operations, logged.fixed, draws),
+            *(
+                [*parts, *layers.values()],
+                loss_of,
+                _instead(trainer, silent),
+                logged.values.copy,
+                logged.operations,
+                logged.fixed,
+                draws,
+            ),
             is_whole_step=module.automatic_optimization,
         )
         comparisons.compare(computation, load, trainer.current_epoch)
@@ -98,19 +107,18 @@ def compare_what_is_logged(
     Returns:
         Whether another batch would tell nothing more.
     """
-    silent, logged = _silent(trainer), _Logged.before(trainer, step)
-
-    def load() -> FirstBatch:
-        return _load(trainer, loaders, batches, leaves_no_trace=True)
+    silent, logged, layers = _silent(trainer), _Logged.before(trainer, step), _layers_of_data(trainer)
 
     def compute(copies: Sequence[Any], batch: Any) -> Any:
+        _give_data(silent, trainer.datamodule, dict(zip(layers, copies[1:], strict=True)))
         return getattr(copies[0], step)(_begin(copies[0], silent, logged, batch), *arguments)
 
     precision = trainer.precision_plugin
     with precision.train_step_context() if trainer.training else precision.val_step_context():
         of_logs = logged.values.copy, logged.operations, logged.fixed
-        computation = Computation([trainer.lightning_module], compute, _instead(trainer, silent), *of_logs, draws)
-        is_told = check_logged(computation, load, step)
+        parts = [trainer.lightning_module, *layers.values()]
+        computation = Computation(parts, compute, _instead(trainer, silent), *of_logs, draws)
+        is_told = check_logged(computation, lambda: _load(trainer, loaders, batches), step)
     logged.note(trainer, step)
     return is_told
 
@@ -153,10 +161,8 @@ class _Logged:
         self.add(name, value, operation)
 
 
-def _load(trainer: Any, loaders: Sequence[Any], batches: Batches, *, leaves_no_trace: bool) -> FirstBatch:
+def _load(trainer: Any, loaders: Sequence[Any], batches: Batches) -> FirstBatch:
     """Return the batch, before the hooks that transfer it."""
-    if leaves_no_trace:
-        _require_no_hooks_of_data(trainer)
     first = _first_batch(trainer, loaders)
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     _note_sizes(trainer, whole, part if first.share.local else None, first.share.total)
@@ -206,11 +212,20 @@ def _note_sizes(trainer: Any, whole: Any, part: Any, samples: int | None) -> Non
             _logged.results_of(trainer).odd_sizes = found
 
 
-def _require_no_hooks_of_data(trainer: Any) -> None:
-    """Raise if the datamodule has hooks that the comparison would call once more: it must leave no trace there."""
-    hooks = _parts.own_transfer_hooks(trainer)
-    if names := [name for name, owner in hooks.items() if owner is trainer.datamodule]:
-        raise _NotComparedError(f"that would call {names[0]} of the datamodule once more")
+def _layers_of_data(trainer: Any) -> dict[str, torch.nn.Module]:
+    """Return the modules of the datamodule, such as augmentations, if its hooks transfer batches."""
+    if trainer.datamodule not in _parts.own_transfer_hooks(trainer).values():
+        return {}
+    return {name: value for name, value in vars(trainer.datamodule).items() if isinstance(value, torch.nn.Module)}
+
+
+def _give_data(silent: Any, datamodule: Any, layers: Mapping[str, Any]) -> None:
+    """Give a copy of the Trainer one of its datamodule, with copies of modules; the data is shared."""
+    if datamodule is not None:
+        silent.datamodule = copy.copy(datamodule)
+        found = vars(datamodule).items()
+        containers = {name: value.copy() for name, value in found if type(value) in (dict, list, set)}
+        vars(silent.datamodule).update({**containers, **layers, "trainer": silent})
 
 
 def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:

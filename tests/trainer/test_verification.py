@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
@@ -821,6 +822,37 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trial with a callback that changes the targets": (lambda: trial_tells(mean_of_known, callbacks=[all_known]), ""),
     "a Trial with a closure": (lambda: told(lambda: trial(mean_of_known).with_closure(mean_by_hand).run(2)), ""),
 }
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2
+
+
+class Augments(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.seen = Scales(), list[int]()
+
+    def train_dataloader(self) -> Any:
+        return loader(29, 8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append(dataloader_idx)
+        return self.scales(batch[0]), batch[1]
+
+
+@WORLD.on(TWO)
+def test_hooks_of_a_datamodule_are_compared_on_a_copy_that_leaves_no_trace() -> None:
+    datamodule = Augments()
+    found = told(lambda: trainer(CallbackStrategy()).fit(KnownOnly(), datamodule=datamodule))
+    assert TELLS in found or dist.get_rank(), found
+    assert len(datamodule.seen) == datamodule.scales.calls == 8
 
 
 @WORLD.on(TWO)
