@@ -144,6 +144,10 @@ class End:
             self.over_since = min(self.over_since, time.monotonic())
             self.printed = replace(record, began=self.over_since) if record else None
 
+    def is_kept(self, now: float, patience: float) -> bool:
+        """Whether it runs too long after its program: a fifth of ``patience``, unless it has said what keeps it."""
+        return now - self.over_since >= (0.0 if self.said.get("kept_by") else patience / 5)
+
     def describe_wait(self, patience: float) -> str:
         """Say why a rank whose program is over still runs, and how long ddprun waits for its end."""
         if names := self.said.get("kept_by"):

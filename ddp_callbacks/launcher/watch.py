@@ -185,7 +185,7 @@ class Watch:
         if self._is_over or self._restart is not None:
             return
         patience, now = self._job.patience, time.monotonic()
-        heard = [end for end in self._ranks.values() if end.code is None and now - end.over_since >= _SOON]
+        heard = [end for end in self._ranks.values() if end.code is None and end.is_kept(now - _SOON, patience)]
         kept = [end for end in heard if end.rank in self._members.ranks]
         if kept and not self._told_kept:
             self._told_kept = True
