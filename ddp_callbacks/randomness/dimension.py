@@ -30,8 +30,8 @@ ARRANGING = {*_JOINS, *_REPEATS, "repeat_interleave", "view", "reshape", "flatte
 """Functions that may give each sample several rows."""
 
 _UNEQUAL = (
-    "how much it draws does not follow from the number of samples, as for packed sequences, or batches of several "
-    "loaders"
+    "how much it draws does not follow from the number of samples, as for graphs, packed sequences, or batches of "
+    "several loaders"
 )
 _PADDED = "it draws {} for a part, {} for the whole first batch: let collate_fn pad all samples to one length"
 _ALL = "draw for all samples, then take those that you need"
