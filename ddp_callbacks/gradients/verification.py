@@ -57,6 +57,10 @@ _CHANGE, _STEADY = 2.0**-12, 0.1  # of the parameters; and by how much of it the
 _ROUNDING = 1e-6  # of a logged value near 0
 _UNCLEAR = 16  # roundings by which two ways to join values may differ unseen
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
+_TERMS = (
+    "A sum must not have terms of the parameters alone, unless divided by the number of processes, each of which adds "
+    "them. "
+)
 _LOG_A_MEAN = (
     "Log a mean over the samples, or over what weight= counts, if it is given, or a sum over them; anything else, "
     "computed from all samples, as a metric."
@@ -376,7 +380,7 @@ def _compare(
     )
     by_part = _normalizing_by_part(computation.parts[0]) if is_strict else []  # otherwise these do not, here
     padding = _PADDED if any_rank(_has_other_length(first), PURPOSE, group) else ""
-    text += f"{draws.remedy()} {padding}{_remedy(by_part, adds_up)}".lstrip()
+    text += f"{draws.remedy()} {padding}{_remedy(by_part, adds_up, found.fraction == 1)}".lstrip()
     raise MismatchError(broadcast_object(text, PURPOSE, group))
 
 
@@ -501,7 +505,7 @@ def _is_telling(found: Sequence[float], expected: Sequence[torch.Tensor]) -> boo
     return any(each > most or each > max(_OWN * mine, most / 10) for each, mine in pairs)
 
 
-def _remedy(by_part: Sequence[str], adds_up: bool) -> str:
+def _remedy(by_part: Sequence[str], adds_up: bool, is_sum: bool) -> str:
     """Return what to do about another gradient; ``by_part`` names BatchNorm layers that may be the reason."""
     if adds_up:
         return (
@@ -515,13 +519,12 @@ def _remedy(by_part: Sequence[str], adds_up: bool) -> str:
             f"layer {by_part[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. "
             "If that is not all, the loss is not a mean over the samples: see the next run."
         )
-    return (
-        "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-        'targets that are known, class weights): give weight=, or correct it. In a Trainer, weight="cross_entropy" '
-        "counts by torch's class weights and ignore_index. A sum must not have terms of the parameters alone, unless "
-        "divided by the number of processes, each of which adds them. What compares samples with each other, as a "
-        "contrastive loss or a normalization of your own does, needs the whole batch on each process "
-        "(self.all_gather(outputs, sync_grads=True) in a LightningModule), and the size of a batch from the batch."
+    return (_TERMS if is_sum else "") + (
+        "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, known "
+        'targets, class weights): give weight=, in a Trainer weight="cross_entropy" for ignore_index and class '
+        "weights. What compares samples with each other (a contrastive loss, a normalization of your own) needs the "
+        "whole batch on each process: self.all_gather(outputs, sync_grads=True) in a LightningModule. Take the size of "
+        "a batch from the batch."
     )
 
 
