@@ -156,7 +156,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.options = Backend.Options("mpi4py", timeout)
         self._comm = comm
-        self._names = {"name": "", "desc": ""}
+        self._name = ""
 
     # --- methods that torch calls -------------------------------------------------------------------------------------
 
@@ -164,16 +164,10 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return "mpi4py"
 
     def setGroupName(self, name: str) -> None:
-        self._names["name"] = name
+        self._name = name
 
     def getGroupName(self) -> str:
-        return self._names["name"]
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._names["desc"] = desc
-
-    def getGroupDesc(self) -> str:
-        return self._names["desc"]
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:

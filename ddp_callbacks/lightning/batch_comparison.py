@@ -80,18 +80,9 @@ def verify_first_batch(
     parts = [module] if module.automatic_optimization else [module, trainer.optimizers]
     layers = _layers_of_data(trainer)
     with trainer.precision_plugin.train_step_context():
-        computation = Computation(
-            *(
-                [*parts, *layers.values()],
-                loss_of,
-                _instead(trainer, silent),
-                logged.values.copy,
-                logged.operations,
-                logged.fixed,
-                draws,
-            ),
-            is_whole_step=module.automatic_optimization,
-        )
+        of_logs, is_whole = (logged.values.copy, logged.operations, logged.fixed), module.automatic_optimization
+        own = [*parts, *layers.values()]
+        computation = Computation(own, loss_of, _instead(trainer, silent), *of_logs, draws, is_whole_step=is_whole)
         comparisons.compare(computation, load, trainer.current_epoch)
     logged.note(trainer, "training_step")
     return has_loss

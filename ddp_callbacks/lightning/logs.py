@@ -327,14 +327,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _uncomputed(self, of_numbers: bool) -> dict[str, Any]:
         """Return the logged numbers, or the torchmetrics, whose value of the epoch is not computed yet."""
-        return {
-            key: metric
-            for key, metric in self.items()
-            if metric.is_tensor == of_numbers
-            and metric.meta.on_epoch
-            and not metric.has_reset
-            and not is_computed(metric)
-        }
+        logged = {key: each for key, each in self.items() if each.is_tensor == of_numbers and each.meta.on_epoch}
+        return {key: each for key, each in logged.items() if not (each.has_reset or is_computed(each))}
 
     def _forget(self, key: str, before: dict[str, Any] | None, count: int, states: dict[str, Any]) -> None:
         """Forget the values logged under a key since :meth:`remember`."""

@@ -29,7 +29,7 @@ from ddp_callbacks.lightning.batch_comparison import compare_what_is_logged, ver
 from ddp_callbacks.lightning.batch_ends import BATCH_END, LOSS, readers
 from ddp_callbacks.lightning.batches import Batches, joint_loss, require_alike_steps, weighed_backward
 from ddp_callbacks.lightning.decisions import Decisions
-from ddp_callbacks.lightning.hook_draws import HookDraws
+from ddp_callbacks.lightning.hook_draws import surround_hooks
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.padding import skip_batch, take_rows
 from ddp_callbacks.lightning.predictions import Predictions
@@ -98,7 +98,7 @@ class Run:
             for name in _parts.MONITORED:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
-        HookDraws(trainer, self._draws, self.batches, lambda: self._rows, self._exit)
+        surround_hooks(trainer, self._draws, self.batches, lambda: self._rows, self._exit)
         # Rank 0 may have drawn alone in the sanity check, and in hooks.
         self._exit.before(trainer.fit_loop, "on_run_start", self.random_state.synchronize)
         self._exit.before(trainer.fit_loop, "on_run_start", functools.partial(require_alike_steps, trainer))

@@ -46,6 +46,7 @@ except ImportError as error:
 
 from ddp_callbacks.checkpoints.recovery import is_wanted
 from ddp_callbacks.data.shares import BatchSize
+from ddp_callbacks.gradients.bucket_sums import EngineOptions
 from ddp_callbacks.gradients.comm_hooks import CommHook
 from ddp_callbacks.gradients.compression import Compress
 from ddp_callbacks.gradients.verification import Verify, check_verify, is_to_verify
@@ -55,7 +56,7 @@ from ddp_callbacks.randomness.option import Randomness
 from ddp_callbacks.replicas.equality import OnDivergence, check_on_divergence
 from ddp_callbacks.torchbearer.data import Flatten, ShardData
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
-from ddp_callbacks.torchbearer.loss_weight import Weight
+from ddp_callbacks.torchbearer.loss_weight import LossWeight, Weight
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
@@ -148,7 +149,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
                 weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, skip_batch
             )
         else:
-            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress)
+            options = EngineOptions(bucket_cap_mb, None, None, compress)
+            synchronize = AverageParameters(sync, LossWeight(weight, reduction), options)
         callbacks = [
             BroadcastParameters(),
             ShardData(batch_size, randomness),

@@ -76,11 +76,7 @@ class ShardData(DistributedCallback):
             :class:`Resume`. An output of ``predict`` cannot be pickled.
     """
 
-    def __init__(
-        self,
-        batch_size: BatchSize | None = "global",
-        randomness: Randomness = "global",
-    ) -> None:
+    def __init__(self, batch_size: BatchSize | None = "global", randomness: Randomness = "global") -> None:
         super().__init__()
         if batch_size is not None:
             check_batch_size(batch_size)

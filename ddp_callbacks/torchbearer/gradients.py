@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,8 @@ from ddp_callbacks.data.own_code import may_read
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.gradients.bucket_sums import EngineOptions
-from ddp_callbacks.gradients.buckets import check_bucket_cap_mb
 from ddp_callbacks.gradients.comm_hooks import CommHook
-from ddp_callbacks.gradients.compression import Compress, check_compress
+from ddp_callbacks.gradients.compression import Compress
 from ddp_callbacks.gradients.first_batch import Computation, FirstBatch
 from ddp_callbacks.gradients.loss_watch import LossWatch
 from ddp_callbacks.gradients.verification import Comparisons, Verify, check_verify
@@ -131,22 +130,16 @@ class AllReduceGradients(WeighsLoss):
         self._replacements = Replacements()  # during a run
         self._joins_loss = False
 
-    @contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
+    def calling(self, call: Call) -> AbstractContextManager[object]:
         """Use a closure that ends when a batch is skipped; at the end, also after an exception, remove all hooks."""
-        with self._replacements:
-            if self.world_size > 1:
-                self._replacements.replace(call.trial, "closure", self._joining)
-            if self._skip_batch is not None:
-                self._bad = BadBatches()
-                self._replacements.replace(call.trial, "closure", self._ending)
-            try:
-                yield
-            finally:
-                self._close()
-                if self._bad is not None:
-                    self._bad.close()
-                    self._bad = None
+        self._replacements.callback(self._close)
+        if self.world_size > 1:
+            self._replacements.replace(call.trial, "closure", self._joining)
+        if self._skip_batch is not None:
+            self._bad = BadBatches()
+            self._replacements.callback(self._bad.close)
+            self._replacements.replace(call.trial, "closure", self._ending)
+        return self._replacements
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -317,19 +310,11 @@ class AverageParameters(WeighsLoss):
     that batch's backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
     """
 
-    def __init__(
-        self,
-        sync: LocalSGD | DiLoCo,
-        weight: Weight | None = None,
-        reduction: str | None = None,
-        bucket_cap_mb: float = 25.0,
-        compress: Compress = None,
-    ) -> None:
+    def __init__(self, sync: LocalSGD | DiLoCo, loss_weight: LossWeight, options: EngineOptions) -> None:
         super().__init__()
-        check_bucket_cap_mb(bucket_cap_mb)
-        check_compress(compress, None)
-        self._make = functools.partial(ParameterAverager, bucket_cap_mb=bucket_cap_mb, compress=compress)
-        self._sync, self._loss_weight = sync, LossWeight(weight, reduction)
+        size, compress = options.bucket_cap_mb, options.compress
+        self._make = functools.partial(ParameterAverager, bucket_cap_mb=size, compress=compress)
+        self._sync, self._loss_weight = sync, loss_weight
         self.averager: ParameterAverager | None = None
         self._weight = 1.0  # this rank's weight in the current step
         self._put_back: Callable[[], None] | None = None

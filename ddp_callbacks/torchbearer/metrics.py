@@ -54,11 +54,7 @@ class ReduceMetrics(DistributedCallback):
         MismatchError: A rank lacks a metric; lists all ranks' keys.
     """
 
-    def __init__(
-        self,
-        weight: Weight | None = None,
-        reduction: str | None = None,
-    ) -> None:
+    def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
         super().__init__()
         self._loss_weight = LossWeight(weight, reduction)
         self._is_in_pass = False
@@ -137,13 +133,7 @@ class ReduceMetrics(DistributedCallback):
 class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
-    def __init__(
-        self,
-        state: State,
-        loss_weight: LossWeight,
-        collected: Collected,
-        check: MetricCheck,
-    ) -> None:
+    def __init__(self, state: State, loss_weight: LossWeight, collected: Collected, check: MetricCheck) -> None:
         self._list = state[torchbearer.METRIC_LIST]
         self._loss_weight, self._collected = loss_weight, collected
         collected.begin([state[torchbearer.MODEL], *state[torchbearer.CALLBACK_LIST]])
@@ -434,7 +424,7 @@ def _settle(final: dict[str, Any], samples: float) -> dict[str, Any]:
             warn(
                 f"The metric {key} is not built from Torchbearer's decorators and "
                 f"{'counts the samples of a process' if counts_parts else 'differs between processes'}; its "
-                f"epoch value is the mean over the processes, weighted by samples. {REMEDY}",
+                f"epoch value is the mean over the processes, weighted by samples. {REMEDY}"
             )
             counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
             final[key] = (torch.stack(counted).sum(0) / sum(counts)).tolist()

@@ -172,8 +172,7 @@ class SynchronizeBuffers(DistributedCallback):
         # In predict() a rank has whole batches. A call within a call finds synchronized layers.
         if self._sync_batchnorm and self._synchronizer is None and aggregator_of(state) is None:
             self._synchronizer = BatchNormSynchronizer(
-                state[MODEL],
-                counts=lambda: SHARE not in state or state[SHARE].local > 0,
+                state[MODEL], counts=lambda: SHARE not in state or state[SHARE].local > 0
             )
 
     def on_start_training(self, state: State) -> None:

@@ -62,15 +62,12 @@ class Resume(ResumeOptions, DistributedCallback):
             one.on_init(state)
         callbacks.callback_list = [*self._added, *callbacks.callback_list]
 
-    @contextlib.contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
+    def calling(self, call: Call) -> contextlib.AbstractContextManager[object]:
         """Resume the run inside, and let it stop. Before that, other calls leave the rows of its CSV files alone."""
         callbacks: CallbackList = call.trial.state[torchbearer.CALLBACK_LIST]
         if call.name != "run":
             will_resume = self.saved is not None or (not self.has_read and os.path.exists(self.path))
-            with appended_rows(callbacks) if will_resume else contextlib.nullcontext():
-                yield
-            return
+            return appended_rows(callbacks) if will_resume else contextlib.nullcontext()
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
@@ -80,8 +77,7 @@ class Resume(ResumeOptions, DistributedCallback):
                 "processes in the data, and their metrics. Add it."
             )
         recovery = next((callback.recovery for callback in callbacks if isinstance(callback, Recover)), None)
-        with _continued(call, self, recovery):
-            yield
+        return _continued(call, self, recovery)
 
     def read_again(self) -> None:
         """Let the next ``run`` read what it continues from, even if an earlier one has."""
@@ -126,14 +122,10 @@ class Recover(DistributedCallback):
             if isinstance(callback, ShardData):
                 callback.divide_again()
 
-    @contextlib.contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
+    def calling(self, call: Call) -> contextlib.AbstractContextManager[object]:
         """Keep copies of a run, unless ``Resume`` does so with its own."""
-        if call.name != "run" or any(isinstance(callback, Resume) for callback in self._callbacks):
-            yield
-            return
-        with _continued(call, self, self.recovery):
-            yield
+        keeps = call.name == "run" and not any(isinstance(callback, Resume) for callback in self._callbacks)
+        return _continued(call, self, self.recovery) if keeps else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -167,13 +167,7 @@ class CallbackFabricMixin(ProcessesMixin):
         samples = sum(draw.share.local for draw in draws)
         self._losses.look(tensor, self._weights[0], samples or not draws, f"backward {self._backwards}")
         is_alone = self._models.are_all(set(self._blocked))
-        if (
-            draws
-            and not is_alone
-            and self._weight is None
-            and self._reduction == "mean"
-            and self._batch_size == "global"
-        ):
+        if draws and not is_alone and (self._weight, self._reduction, self._batch_size) == (None, "mean", "global"):
             self._checks.look(tensor, samples, self._models.whole)
         with (
             synchronizer.no_sync() if is_alone else nullcontext(),
