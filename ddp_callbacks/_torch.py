@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from torch.utils.data import DataLoader
 from ddp_callbacks.versions import require_names
 
 __all__ = ["Backend", "BatchNorm", "Dropout", "OpOverload", "TorchDispatchMode"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 PRIVATE = (
     "torch:_C._current_autograd_node",
@@ -133,19 +130,6 @@ def change_function_modes(change: Callable[[list[TorchFunctionMode]], list[Torch
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
-
-
-def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Run the decorated function outside of inference mode: tensors made inside can't be written outside."""
-
-    @functools.wraps(function)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return outside
 
 
 def count_of_tensors(storage: torch.UntypedStorage) -> int:

@@ -6,7 +6,6 @@ import glob
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -31,8 +30,7 @@ def write_atomically(path: str, write: Callable[[str], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
@@ -65,5 +63,4 @@ def remove_leftovers(pattern: str) -> None:
     for path in glob.glob(f"{pattern}.{glob.escape(socket.gethostname())}-*.tmp"):
         pid = path.rpartition("-")[2].removesuffix(".tmp")
         if pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}"):  # this process has no write in progress
-            with suppress(FileNotFoundError):  # another process has removed it
-                os.remove(path)
+            Path(path).unlink(missing_ok=True)  # another process may have removed it

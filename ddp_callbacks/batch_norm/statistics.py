@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.topology import choose_all_reduce
 
 
@@ -118,7 +117,7 @@ class BatchStatistics:
         self._all_reduce.launch(message, f"the statistics of {name}").wait()
         return rows
 
-    @outside_inference_mode
+    @torch.inference_mode(False)
     def _message(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return the flat memory of an exchange. The sums in it are valid until the next exchange of this size."""
         if (numel, device) not in self._messages:

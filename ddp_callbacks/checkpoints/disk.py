@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import io
@@ -39,8 +38,7 @@ def remove_temporary_files(path: str) -> None:
     """Remove files that killed processes of any host have left. Call it only with the claim of ``path``."""
     for whole in (path, previous_of(path)):
         for leftover in glob.glob(f"{glob.escape(whole)}.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(leftover)
+            Path(leftover).unlink(missing_ok=True)
 
 
 def write(content: io.BytesIO, path: str) -> None:

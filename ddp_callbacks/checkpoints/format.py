@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.differences import MISSING
+from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.versions import __version__
 
@@ -179,9 +179,8 @@ def describe_model(module: torch.nn.Module) -> str:
 
 def describe_loader(loader: Any, name: str) -> dict[str, str]:
     """Describe a loader by the length of its data set, if known, and its batch size; ``name`` is for messages."""
-    about = {}
-    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-        about[f"samples of {name}"] = str(len(loader.dataset))
+    samples = length_of(getattr(loader, "dataset", None))
+    about = {} if samples is None else {f"samples of {name}": str(samples)}
     sampler = getattr(loader, "batch_sampler", None)
     batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     return about | {f"batch size of {name}": str(batch_size)}

@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ddp_callbacks._torch import outside_inference_mode
-
 T = TypeVar("T")
 
 
@@ -44,7 +42,7 @@ class AllReduce(Protocol):
         """
 
 
-@outside_inference_mode
+@torch.inference_mode(False)
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a flat tensor in this process's own memory."""
     return torch.empty(numel, dtype=dtype, device=device)

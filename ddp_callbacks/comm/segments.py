@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from ddp_callbacks._torch import outside_inference_mode, shared_storage
+from ddp_callbacks._torch import shared_storage
 from ddp_callbacks.cluster import environment
 from ddp_callbacks.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def path_of(pid: int, fd: int) -> str:
     return f"/proc/{pid}/fd/{fd}"
 
 
-@outside_inference_mode
+@torch.inference_mode(False)
 def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
     """Allocate a flat CPU tensor in a segment of its own, which is freed with it; return both. Local."""
     nbytes = max(numel, 1) * dtype.itemsize  # an empty tensor has no address

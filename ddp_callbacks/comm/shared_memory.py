@@ -24,7 +24,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm import segments
 from ddp_callbacks.comm.mailbox import LocalRanks, Mailbox
 from ddp_callbacks.comm.protocol import alive, as_real
@@ -119,13 +118,13 @@ class SharedMemoryAllReduce:
         self._done.post()
         work.is_gathered = True
 
+    @torch.inference_mode(False)
     def _find_shards(self, work: SharedMemoryWork, purpose: str) -> list[torch.Tensor]:
         """Block until every rank of the node has posted; then find this rank's shard of each buffer."""
         posts = self._posted.collect(work.number, purpose)
         require_tags([_POST.unpack(post)[-1] for post in posts], work.purpose, alive(self.group))
         return [self._shard(index, post, work.tensor, purpose) for index, post in enumerate(posts)]
 
-    @outside_inference_mode
     def _shard(self, index: int, post: bytes, like: torch.Tensor, purpose: str) -> torch.Tensor:
         """Return this rank's shard of a rank's memory; from the cache if the same memory was summed before."""
         key = index, post, like.dtype

@@ -58,7 +58,7 @@ def length_of(loader: Any) -> int | None:
     """Return the number of batches; ``None`` if the loader does not know."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, AttributeError):
         return None
 
 

@@ -17,10 +17,8 @@ _CLOCKS = {
     *("default_timer", "elapsed_time", "psutil", "getrusage", "memory_allocated", "max_memory_allocated"),
 }
 _MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|(^|_)(eta|m?s|rss|[mg]b|per_s)($|_)")
-_READS, _ASSIGNS = (
-    {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"},
-    {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"},
-)
+_READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"}
+_ASSIGNS = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"}
 _OF_VARIABLE = re.compile("_(FAST|NAME|GLOBAL|DEREF)")
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 

@@ -22,7 +22,7 @@ from ddp_callbacks.data.global_state import (
     states_of_generators,
 )
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Start
-from ddp_callbacks.data.nested import is_data_loader
+from ddp_callbacks.data.nested import is_data_loader, length_of
 from ddp_callbacks.data.order_state import Attributes, OrderAttributes
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
@@ -138,12 +138,8 @@ class Resumable(ShardedLoader):
 
     def _about(self) -> dict[str, Any]:
         is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-        try:
-            samples = len(self.loader.dataset)
-        except (AttributeError, TypeError, NotImplementedError):
-            samples = None
         return {
-            "samples in the data set": samples,
+            "samples in the data set": length_of(getattr(self.loader, "dataset", None)),
             "samples in a batch": getattr(self.loader, "batch_size", None),
             "batch_size": self._source.divider.division,
             "num_workers of an iterable data set": getattr(self.loader, "num_workers", None) if is_iterable else None,

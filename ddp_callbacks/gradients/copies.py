@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks._torch import forward_hooks, lazy_copy
+from ddp_callbacks.replacement import Replacements
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
 
@@ -89,13 +90,10 @@ def calling_only(memo: Mapping[int, Any], made: list[weakref.ref[nn.Module]]) ->
         if id(module) not in own and not is_plain:
             raise RuntimeError(f"a {type(module).__name__} is called that was not copied")
 
-    handle = register_module_forward_pre_hook(check)
-    nn.Module.__init__ = note  # type: ignore[assignment, method-assign]
-    try:
+    with Replacements() as replaced:
+        replaced.callback(register_module_forward_pre_hook(check).remove)
+        replaced.set(nn.Module, "__init__", note)
         yield
-    finally:
-        nn.Module.__init__ = make  # type: ignore[method-assign]
-        handle.remove()
 
 
 def _deep_copy(parts: list[Any], memo: dict[int, Any], attributes: Sequence[Any]) -> list[Any]:

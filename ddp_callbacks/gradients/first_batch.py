@@ -296,6 +296,16 @@ class GradientsOnCopies:
         """Return the gradients of the whole batch, and what the step has logged."""
         return self._attempt(lambda: self._whole(0.0))  # type: ignore[no-any-return]
 
+    def logs_of_whole(self) -> dict[str, float]:
+        """Return what the step logs of the whole batch; without gradients."""
+        with self.draws.of_whole(self._first) as rows, ExitStack() as stack:
+            return self._loss(stack, self._first.whole, rows, 0.0)[2]
+
+    def logs_of_part(self) -> dict[str, float]:
+        """Return what the step logs of this rank's part, after that of the whole batch; without gradients."""
+        with self.draws.of_part(self._first), ExitStack() as stack:
+            return self._loss(stack, self._first.part, self._first.rows, 0.0)[2]
+
     def _whole(self, change: float) -> tuple[list[torch.Tensor], dict[str, float]]:
         with self.draws.of_whole(self._first) as rows, ExitStack() as stack:
             copy, loss, logged = self._loss(stack, self._first.whole, rows, change)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.errors import ConfigurationError, frames, is_called_by_us, warn
 from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.replacement import Replacements
 
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
@@ -34,14 +35,10 @@ _ANY_ORDER = "rows in another order than one process's, or with those of one pro
 @contextmanager
 def refusing_collectives(noted: list[str]) -> Iterator[None]:
     """Inside, :data:`COLLECTIVES` raise :class:`ConfigurationError` unless this library calls; note their names."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, original in originals.items():
-        setattr(dist, name, _refused(name, original, noted))
-    try:
+    with Replacements() as replaced:
+        for name in COLLECTIVES:
+            replaced.set(dist, name, _refused(name, getattr(dist, name), noted))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def _refused(name: str, original: Callable[..., Any], noted: list[str]) -> Callable[..., Any]:
@@ -75,11 +72,10 @@ def writing_nowhere(noted: dict[str, bool]) -> Iterator[None]:
             return original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
         return original(file, mode, *args, **kwargs)
 
-    builtins.open = io.open = opened
-    try:
+    with Replacements() as replaced:
+        replaced.set(builtins, "open", opened)
+        replaced.set(io, "open", opened)
         yield
-    finally:
-        builtins.open = io.open = original
 
 
 def warn_of_files(written: Mapping[str, bool], step: str, group: dist.ProcessGroup | None) -> None:

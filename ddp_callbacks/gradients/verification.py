@@ -13,7 +13,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,21 +28,18 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError, warn
 from ddp_callbacks.gradients.first_batch import (
     PURPOSE,
     Computation,
-    Draws,
     FirstBatch,
     Gradients,
     GradientsOnCopies,
     Weight,
     attempt_on_all,
     check_comparable,
-    copies_of,
     fraction_of,
     random_states_kept,
     trainable,
 )
 from ddp_callbacks.gradients.side_effects import warn_of_files
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.randomness import Rows
 from ddp_callbacks.reporting.recorder import recorder
 
 Verify = Literal["warn", "first_batch"]
@@ -259,34 +256,19 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
     group, is_told = None, True  # the default group
     attempt = functools.partial(attempt_on_all, group, False)
 
-    def compute(batch: Any, rows: Rows | None) -> dict[str, float]:
-        with ExitStack() as stack:
-            copies = copies_of(computation, stack, is_strict=False)
-            with computation.drawing(rows, copies):
-                computation.compute(copies, batch)
-            return dict(computation.logged())
-
     with _warning(f"What {step} logs", "verify=None leaves the comparison out.", group):
         attempt(lambda: check_comparable(computation.parts))
         with random_states_kept(computation.parts[0]):
-            first, draws = attempt(load), Draws(computation, group)
-
-            def of_whole() -> dict[str, float]:
-                with draws.of_whole(first) as rows:
-                    return compute(first.whole, rows)
-
-            def of_part() -> dict[str, float]:
-                with draws.of_part(first):
-                    return compute(first.part, first.rows)
-
-            expected, own = attempt(lambda: (of_whole(), of_part()))
+            first = attempt(load)
+            computed = GradientsOnCopies(computation, first, group, is_strict=False)
+            expected, own = attempt(lambda: (computed.logs_of_whole(), computed.logs_of_part()))
             warn_of_files(computation.written, step, group)
             logged = first.samples, fraction_of(first.logs or first.weight, group), own, expected
-            if text := _differing(computation, logged, lambda: attempt(of_whole), group):
-                draws.require_told()
+            if text := _differing(computation, logged, lambda: attempt(computed.logs_of_whole), group):
+                computed.draws.require_told()
                 raise MismatchError(
                     f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
-                    f"{text}{draws.remedy()}"
+                    f"{text}{computed.draws.remedy()}"
                 )
             ways = [*computation.operations.values()]
             is_told = bool(broadcast_object(all(len(each) == 1 for each in ways), PURPOSE, group))
@@ -332,11 +314,7 @@ def _normalizing_by_part(module: nn.Module) -> list[str]:
 
 
 def _compare(
-    computation: Computation,
-    first: FirstBatch,
-    group: dist.ProcessGroup | None,
-    is_strict: bool,
-    which: str,
+    computation: Computation, first: FirstBatch, group: dist.ProcessGroup | None, is_strict: bool, which: str
 ) -> None:
     computed = GradientsOnCopies(computation, first, group, is_strict)
     draws, found = computed.draws, computed.compute()

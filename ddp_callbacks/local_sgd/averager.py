@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.collectives import all_gather_object
 from ddp_callbacks.comm.held import Parameters
@@ -59,7 +58,7 @@ class ParameterAverager:
         MismatchError: The ranks have different settings or models.
     """
 
-    @outside_inference_mode
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: torch.nn.Module,
@@ -99,7 +98,7 @@ class ParameterAverager:
             devices = [fragment.anchor.device for fragment in self._fragments]
             self._all_reduce = choose_all_reduce(resolve_group(self._group), devices, DTYPES[self._compress])
 
-    @outside_inference_mode
+    @torch.inference_mode(False)
     def follow(self) -> None:
         """Average parameters that were added to the module, replaced, or moved to another dtype or device, too.
 
@@ -147,7 +146,7 @@ class ParameterAverager:
         if self._steps >= self._sync.every:
             self.outer_step()
 
-    @outside_inference_mode
+    @torch.inference_mode(False)
     @torch.no_grad()
     def outer_step(self) -> None:
         """Average the parameters now, even if the window is not full. A collective; blocks until all ranks call it.

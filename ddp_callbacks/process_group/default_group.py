@@ -25,6 +25,7 @@ from ddp_callbacks.process_group.members_file import Members
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.runs import destroy_groups
 from ddp_callbacks.process_group.survivors import form_group_of
+from ddp_callbacks.replacement import Replacements
 from ddp_callbacks.reporting.recorder import end_training
 from ddp_callbacks.versions import how_to_install
 
@@ -57,12 +58,10 @@ def as_one_process() -> Iterator[None]:
     def size_for_caller(group: dist.ProcessGroup | None = None) -> int:
         return original(group) if is_called_by_us() else 1
 
-    dist.get_world_size = size_for_caller
-    try:
+    with Replacements() as replaced:
+        replaced.callback(_as_one.reset, token)
+        replaced.set(dist, "get_world_size", size_for_caller)
         yield
-    finally:
-        dist.get_world_size = original
-        _as_one.reset(token)
 
 
 def is_as_one_process() -> bool:

@@ -17,11 +17,7 @@ def is_simple(input: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 def dropout(
-    draw: Callable[[torch.Tensor, float], object],
-    input: torch.Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
+    draw: Callable[[torch.Tensor, float], object], input: torch.Tensor, p: float = 0.5, *_: bool, **__: bool
 ) -> torch.Tensor:
     """Compute ``torch.nn.functional.dropout`` with a mask that ``draw`` fills.
 

@@ -114,7 +114,7 @@ def test_a_missing_weight_is_noticed_in_the_first_batch(tmp_path: Path, app: str
         said, _ = process.communicate(timeout=60)
     assert process.returncode != 0, said
     assert "the gradient of the first batch on 2 processes is not that of one process" in said, said
-    assert "give weight=, or correct it" in said, said
+    assert "give weight=, in a Trainer weight=" in said, said
 
 
 @pytest.mark.parametrize("app", RUNS_OF)

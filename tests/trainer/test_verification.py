@@ -166,7 +166,7 @@ def with_unused_images() -> nn.Module:
     return nn.ModuleList([network(), images]).double()
 
 
-WRONG = "give weight=, or correct it"
+WRONG = "give weight=, in a Trainer weight="
 LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     "mean over samples": (lambda: verify(cross_entropy), PASSES),
     "dropout": (lambda: verify(cross_entropy, nn.Dropout(0.5)), PASSES),
