@@ -213,10 +213,9 @@ def _layers_of_data(trainer: Any) -> dict[str, torch.nn.Module]:
 def _give_data(silent: Any, datamodule: Any, layers: Mapping[str, Any]) -> None:
     """Give a copy of the Trainer one of its datamodule, with copies of modules; the data is shared."""
     if datamodule is not None:
-        silent.datamodule = copy.copy(datamodule)
-        found = vars(datamodule).items()
-        containers = {name: value.copy() for name, value in found if type(value) in (dict, list, set)}
-        vars(silent.datamodule).update({**containers, **layers, "trainer": silent})
+        silent.datamodule, found = object.__new__(type(datamodule)), vars(datamodule)
+        containers = {name: value.copy() for name, value in found.items() if type(value) in (dict, list, set)}
+        vars(silent.datamodule).update({**found, **containers, **layers, "trainer": silent})
 
 
 def _transfer(copied: Any, trainer: Any, batch: Any) -> Any:
