@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class BeforeLoading(DividedLoader):
     _order: Order
 
     def __init__(self, loader: DataLoader[Any], divider: Divider, group: dist.ProcessGroup | None) -> None:
-        self.sampler: Any = loader.batch_sampler or loader.sampler
+        self.sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         objects = {"loader": loader} | objects_of_order(sampler=self.sampler)
         super().__init__(copied_loader(loader), objects, divider, group)
         self._original = loader
@@ -139,8 +140,17 @@ class BeforeLoading(DividedLoader):
             self._order.begin()
         loaded = batches if self._loading is None else self._loaded(batches, self._loading)
         if not is_torchs_iterator(batches):
+            self._refuse_thread(batches)
             loaded = self._begun.checked(loaded)
         return ShardedIterator(self, self._begun, batches, loaded, shares)
+
+    def _refuse_thread(self, batches: object) -> None:
+        """Raise if a thread draws the samples: what it exchanges would meet what this one does."""
+        if isinstance(batches, Thread) and self._loading is not None and self.divider.world_size > 1:
+            raise ConfigurationError(
+                f"{type(self.loader).__name__}.__iter__ loads in a thread, where processes cannot agree about the next "
+                "samples while others train. Give it num_workers=1 instead: a worker loads ahead, too."
+            )
 
     def size_of(self, drawn: Any) -> int:
         return len(drawn) if self.has_batches else 1

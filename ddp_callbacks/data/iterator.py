@@ -29,6 +29,11 @@ _TAKES_TURNS = (
     "that a run can stop anywhere: its batches are those of one process with that option, not of a run without. Give "
     "the sampler or data set a generator of its own, and they are the same."
 )
+_OTHER_ROWS = (
+    "{loader}.__iter__ yields a batch of {rows} rows for {samples} samples of its data set. The gradient of each "
+    "process's part counts by its samples: if rows are left out, let weight= count those that are left, or leave the "
+    "samples out of the data set."
+)
 
 
 class Start(NamedTuple):
@@ -86,7 +91,7 @@ class DividedLoader:
     is_stateful = False
     loads_all = False
     passes = 0
-    _has_warned = False
+    _has_warned = has_warned_of_rows = False
 
     def __init__(
         self, loader: Any, objects: Mapping[str, object], divider: Divider, group: dist.ProcessGroup | None
@@ -174,6 +179,9 @@ class Pass:
             sizes, size = [share.rows.samples for share in self._shares if share.rows is not None], common_size(batch)
             if not self._shares or (size in sizes and size != sizes[0]):
                 raise self._other_batches()
+            if sizes and size not in (None, sizes[0]) and not self._source.has_warned_of_rows:
+                self._source.has_warned_of_rows = True
+                warn(_OTHER_ROWS.format(loader=type(self._source.loader).__name__, rows=size, samples=sizes[0]))
             yield batch
         if self._shares:
             raise self._other_batches()

@@ -45,8 +45,8 @@ _SAME_BATCHES = (
     "what the training step draws nor on this process's part or loss."
 )
 _UNEQUAL = (
-    "the processes have unequal parts of {drawn} ({own} of {total} samples here), but their losses count alike, so the "
-    "gradient is not that of one process. Before each backward, call weigh(share.local, share.total) of the "
+    "the processes have unequal parts of batch {last} ({own} of {total} samples here), but their losses count alike: "
+    "the gradient is not that of one process. Before each backward, call weigh(share.local, share.total) of the "
     "GradientSynchronizer, with the share of the batch: for batch, share in with_shares(loader). In a LightningModule, "
     "call self.manual_backward(loss) instead of loss.backward()."
 )
@@ -87,6 +87,7 @@ class Reducer:
         self.rounds = 0
         self.skips, self.skipped_by = False, list[bool]()
         self._times, self._drawn, self._run = times, presence().drawn, presence().run
+        self._noted = self._drawn.noted
         assigned = assign_buckets(dense, sums.options.bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size())
         self.buckets = [self._bucket(index, slots) for index, slots in enumerate(assigned)]
@@ -181,17 +182,18 @@ class Reducer:
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self._warn_of_parts()
-        self._drawn.count = 0
+        self._drawn.count, self._noted = 0, self._drawn.noted
         self.rounds += 1
         self._times.mark(None)
 
     def _warn_of_parts(self) -> None:
         """Warn on rank 0, once, if unequal parts of a batch have had no weight. Local."""
         (own, total), world_size = self._drawn.samples, self._group.size()
-        if self.weighing.is_set or not self._drawn.count or self._group.rank() or total in (None, own * world_size):
+        has_drawn = self._noted != self._drawn.noted  # since the last synchronization here, not by another synchronizer
+        if self.weighing.is_set or not has_drawn or self._group.rank() or total in (None, own * world_size):
             return
         self.weighing.is_set = True
-        warn(_UNEQUAL.format(drawn=self._drawn, own=own, total=total))
+        warn(_UNEQUAL.format(last=self._drawn.last, own=own, total=total))
 
     def require_synchronized(self, stepped: Iterable[torch.Tensor]) -> None:
         """Raise if an optimizer has stepped with gradients of ``no_sync``, which only this rank has. Local."""

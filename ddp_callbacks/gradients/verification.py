@@ -327,10 +327,10 @@ def _compare(
     differing = _differences(_sum(found.own, 1.0, group), expected)
     is_rounding = _is_rounding(differing, expected)
     is_telling = not is_rounding and (is_strict or _is_telling(differing, expected))
-    doubtful = None if is_telling else _doubtful(differing, expected)
-    is_rounding, is_telling, doubtful = broadcast_object([is_rounding, is_telling, doubtful], PURPOSE, group)
+    shown = is_rounding, is_telling, None if is_telling else _doubtful(differing, expected)
+    is_rounding, is_telling, doubtful = broadcast_object(shown, PURPOSE, group)
     if doubtful is not None:
-        is_telling = _is_steady(doubtful, found, computed.compute(_CHANGE), group)
+        is_telling = _change_of(doubtful, found, computed.compute(_CHANGE), group) <= _STEADY
     if not is_telling:
         if is_rounding and computation.draws is not None:
             computation.draws.confirm()
@@ -457,13 +457,13 @@ def _is_rounding(differences: Sequence[float], expected: Sequence[torch.Tensor])
 
 def _doubtful(differences: Sequence[float], expected: Sequence[torch.Tensor]) -> int | None:
     """Return which gradient has the largest difference, if that is more than rounding usually makes it on a CPU."""
-    most, epsilon = max(map(_largest, expected)), max(map(_epsilon, expected))
-    is_usual = max(differences) <= max(_NEGLIGIBLE, _ROUNDINGS * epsilon) * most
-    return None if is_usual or any(each.is_cuda for each in expected) else differences.index(max(differences))
+    most, usual = max(differences), max(_NEGLIGIBLE, _ROUNDINGS * max(map(_epsilon, expected)))
+    is_doubtful = usual * max(map(_largest, expected)) < most < math.inf and not any(each.is_cuda for each in expected)
+    return differences.index(most) if is_doubtful else None
 
 
-def _is_steady(index: int, found: Gradients, changed: Gradients, group: dist.ProcessGroup | None) -> bool:
-    """Whether a gradient differs by the same after a small change of the parameters: rounding would not. A collective.
+def _change_of(index: int, found: Gradients, changed: Gradients, group: dist.ProcessGroup | None) -> float:
+    """Return by how much of it a difference changes with the parameters; that of rounding by more. A collective.
 
     Args:
         index: Which gradient.
@@ -471,8 +471,7 @@ def _is_steady(index: int, found: Gradients, changed: Gradients, group: dist.Pro
     """
     pairs = [(each.own[index], each.expected[index]) for each in (found, changed)]
     before, after = (next(_sum([own], 1.0, group)) - expected for own, expected in pairs)
-    is_steady = float((after - before).norm()) <= _STEADY * float(before.norm())
-    return bool(broadcast_object(is_steady, PURPOSE, group))
+    return float(broadcast_object(float((after - before).norm() / before.norm()), PURPOSE, group))
 
 
 def _is_telling(found: Sequence[float], expected: Sequence[torch.Tensor]) -> bool:

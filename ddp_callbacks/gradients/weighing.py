@@ -64,6 +64,8 @@ class Weighing:
     def set(self, weight: float, total: float | None) -> None:
         """Set the weight of the following backwards."""
         weight, total = float(weight), None if total is None else float(total)
+        if weight < 0 or (total is not None and total < 0):
+            raise ConfigurationError(f"weights must not be negative, got {_weight_and_total(weight, total)}.")
         if self.accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
             self._require_nothing_accumulated(weight, total)
         self.weight, self.total, self.is_set = weight, total, True

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks.comm.collectives import all_gather_object
+from ddp_callbacks.data.sample_seeds import generators_of
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch, common_size
 from ddp_callbacks.errors import ConfigurationError, say
@@ -154,6 +156,7 @@ class _Logged:
 
 def _load(trainer: Any, loaders: Sequence[Any], batches: Batches) -> FirstBatch:
     """Return the batch, before the hooks that transfer it."""
+    _require_hooks_without_state(trainer)
     first = _first_batch(trainer, loaders)
     whole, part = map(trainer.precision_plugin.convert_input, (first.whole, first.part))
     _note_sizes(trainer, whole, part if first.share.local else None, first.share.total)
@@ -201,6 +204,18 @@ def _note_sizes(trainer: Any, whole: Any, part: Any, samples: int | None) -> Non
         if sum(parts) != size:
             found = f"{size} for its first batch, which has {samples}, and {', '.join(map(str, parts))} for the parts"
             _logged.results_of(trainer).odd_sizes = found
+
+
+def _require_hooks_without_state(trainer: Any) -> None:
+    """Raise if hooks of the datamodule may draw, or take, what no copy of it can draw or take instead."""
+    hooks = [name for name, owner in _parts.own_transfer_hooks(trainer).items() if owner is trainer.datamodule]
+    held = [value for name, value in vars(trainer.datamodule).items() if name != "trainer"] if hooks else []
+    used = [value for value in held if not isinstance(value, Dataset | DataLoader)]
+    if generators_of(used) or any(isinstance(value, Iterator) for value in used):
+        raise _NotComparedError(
+            f"{hooks[0]} of the datamodule may use a generator or an iterator of its own. If the loss is no mean over "
+            "the samples, give weight="
+        )
 
 
 def _layers_of_data(trainer: Any) -> dict[str, torch.nn.Module]:

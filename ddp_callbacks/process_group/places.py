@@ -83,16 +83,17 @@ class DrawnBatches:
         last: The number of the last one in its pass, from 1.
         checksum: Of the content of the whole batches of the pass, up to the last one; 0 if ranks cannot differ in it.
         samples: How many this rank, and all ranks, have of the last one; ``None``: unknown here.
+        noted: The number of all batches that were noted.
     """
 
-    count = last = checksum = 0
+    count = last = checksum = noted = 0
     samples: tuple[int, int | None] = (0, None)
 
     def note(self, number: int, checksum: int, samples: tuple[int, int | None]) -> None:
         """Note the batch with this number. What other threads draw is left out: they may be ahead by any number."""
         if threading.current_thread() is threading.main_thread():
             self.count, self.last = 1 if number == 1 else self.count + 1, number
-            self.checksum, self.samples = checksum, samples
+            self.checksum, self.samples, self.noted = checksum, samples, self.noted + 1
 
     def __str__(self) -> str:
         first = self.last - self.count + 1

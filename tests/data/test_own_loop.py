@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -168,6 +169,21 @@ def test_unequal_parts_without_weights_are_named_once_and_equal_ones_are_not() -
     (text,), of_others = said_of(5)
     assert text.startswith("the processes have unequal parts of batch 1 (3 of 5 samples here), but their losses count")
     assert of_others == [] and said_of(8) == [[], []]
+
+
+@WORLD
+def test_unequal_parts_without_weights_are_named_of_the_second_synchronizer_too() -> None:
+    pairs = [network(), network()]
+    with contextlib.ExitStack() as stack:
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        first, _ = [stack.enter_context(closing(GradientSynchronizer(model))) for model, _ in pairs]
+        for batch, share in with_shares(shard_loader(DataLoader(samples(), 5, drop_last=True))):
+            first.weigh(share.local, share.total)
+            for model, optimizer in pairs:
+                step(model, optimizer, *batch)
+    said, of_others = by_rank([str(each.message) for each in caught if "unequal" in str(each.message)])
+    assert len(said) == 1 and of_others == []
 
 
 @WORLD
@@ -384,6 +400,36 @@ def test_a_loader_that_reorders_or_skips_batches_in_its_iter_is_refused() -> Non
             list(shard_loader(loader))
     loader.way = slice(None)
     assert len(list(shard_loader(loader))) == len(loader)
+
+
+class Drops(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch[1:] for batch in super().__iter__())
+
+
+class InAThread(threading.Thread):
+    def __init__(self, batches: Iterator[Any]) -> None:
+        super().__init__(daemon=True)
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+
+class LoadsInAThread(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return InAThread(super().__iter__())
+
+
+@WORLD
+def test_a_loader_that_drops_rows_or_loads_in_a_thread_in_its_iter_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"Drops\.__iter__ yields a batch of 1 rows for 2 samples"):
+        list(shard_loader(Drops(NUMBERS, 4)))
+    with pytest.raises(ConfigurationError, match=r"LoadsInAThread\.__iter__ loads in a thread.* num_workers=1 instead"):
+        list(shard_loader(LoadsInAThread(NUMBERS, 4)))
 
 
 def leave_a_loop(dataset: Any) -> int:

@@ -376,6 +376,10 @@ def other_shapes() -> None:
     GradientSynchronizer(nn.ModuleDict({"first": nn.Linear(2, 3 + rank), "last": last}))
 
 
+def a_negative_weight() -> None:
+    GradientSynchronizer(mlp()).weigh(-1, 2)
+
+
 def change_a_weight_without_total() -> None:
     sync = GradientSynchronizer(model := mlp())
     for weight in (5, 7):
@@ -499,6 +503,7 @@ TOLD: dict[Callable[[], None], tuple[str, ...]] = {
         "parameter first.weight: [3, 2] float32 on rank 0; [4, 2] float32 on rank 1",
         "parameter last.bias: [2] float32 on rank 0; [2] float32 frozen on rank 1",
     ),
+    a_negative_weight: ("weights must not be negative, got weigh(-1, 2).",),
     change_a_weight_without_total: (
         "a weight without a total must not change while gradients",
         "it was weigh(5), got weigh(7)",

@@ -855,6 +855,23 @@ def test_hooks_of_a_datamodule_are_compared_on_a_copy_that_leaves_no_trace() -> 
     assert len(datamodule.seen) == datamodule.scales.calls == 8
 
 
+class DrawsInData(Augments):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * torch.rand((), generator=self.own), batch[1]
+
+
+@WORLD.on(TWO)
+def test_a_comparison_leaves_the_generator_of_a_datamodule_alone() -> None:
+    datamodule, expected = DrawsInData(), torch.Generator()
+    assert told(lambda: trainer(CallbackStrategy()).fit(KnownOnly(), datamodule=datamodule)) == ""
+    torch.rand(8, generator=expected)
+    assert torch.equal(torch.rand(3, generator=datamodule.own), torch.rand(3, generator=expected))
+
+
 @WORLD.on(TWO)
 def test_the_log_says_why_a_default_comparison_is_left_out() -> None:
     records: list[str] = []
