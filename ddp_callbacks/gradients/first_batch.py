@@ -285,7 +285,8 @@ class GradientsOnCopies:
         """
         first = self._first
         with ExitStack() as stack:
-            expected, logged_whole, copy, loss, logged = self._attempt(lambda: self._whole_and_part(stack, change))
+            expected, logged_whole = self._attempt(lambda: self._whole(change))  # it may fail on one rank alone
+            copy, loss, logged = self._attempt(lambda: self._part(stack, change))
             warn_of_files(self._computation.written, "the training step", self._group)
             fraction = fraction_of(first.weight, self._group)
             fraction_of_logs = fraction_of(first.logs, self._group) if first.logs else fraction
@@ -311,10 +312,9 @@ class GradientsOnCopies:
             copy, loss, logged = self._loss(stack, self._first.whole, rows, change)
             return self._attempt_here(lambda: weighed_gradients(loss, 1 + change, copy)), logged
 
-    def _whole_and_part(self, stack: ExitStack, change: float) -> tuple[Any, ...]:
-        whole = self._whole(change)
+    def _part(self, stack: ExitStack, change: float) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
         stack.enter_context(self.draws.of_part(self._first))
-        return *whole, *self._loss(stack, self._first.part, self._first.rows, change)
+        return self._loss(stack, self._first.part, self._first.rows, change)
 
     def _loss(
         self, stack: ExitStack, batch: Any, rows: Rows | None, change: float

@@ -261,7 +261,7 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
         with random_states_kept(computation.parts[0]):
             first = attempt(load)
             computed = GradientsOnCopies(computation, first, group, is_strict=False)
-            expected, own = attempt(lambda: (computed.logs_of_whole(), computed.logs_of_part()))
+            expected, own = attempt(computed.logs_of_whole), attempt(computed.logs_of_part)
             warn_of_files(computation.written, step, group)
             logged = first.samples, fraction_of(first.logs or first.weight, group), own, expected
             if text := _differing(computation, logged, lambda: attempt(computed.logs_of_whole), group):

@@ -1076,6 +1076,21 @@ def test_a_step_that_communicates_is_not_compared() -> None:
     assert parts[1] == 1
 
 
+class ComparesItsRows(Net):
+    """Compares the rows of a part with all, as CLIP's local loss does; alone, the last rank has targets out of range."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        outputs = self(batch[0])
+        every = self.all_gather(outputs, sync_grads=True).reshape(-1, CLASSES)
+        return F.cross_entropy(outputs @ every.T, torch.arange(len(outputs)) + self.global_rank * len(outputs))
+
+
+@WORLD.as_on_one()
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+def test_a_step_that_gathers_and_fails_alone_on_one_rank_trains_as_on_one_process(strategy: str) -> Any:
+    return fit(strategy, ComparesItsRows(), loader(32, 8, shuffle=True), max_epochs=2)
+
+
 class DividesByAll(Net):
     """Divides by what all parts have, as many losses of boxes do."""
 
