@@ -140,9 +140,9 @@ def reader_of(name: str) -> str | None:
     return None if root in _OURS else f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
 
 
-def is_called_by_us() -> bool:
-    """Whether the code that calls the caller of this is ours."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("ddp_callbacks.")
+def is_called_by_us(depth: int = 1) -> bool:
+    """Whether the code that calls the caller of this is ours, or, with a greater ``depth``, that caller's caller."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__")).startswith("ddp_callbacks.")
 
 
 @contextmanager

@@ -112,6 +112,11 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
             self._reader = reader_of("world_size")
         return size
 
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return 0 if is_as_one_process() and not is_called_by_us() else int(super().global_rank)
+
     def warn_of_reader(self, loader: Any) -> None:
         """Warn if what makes the first loader that is divided may have divided its batch already."""
         if self._batch_size == "global" and self._reader and not is_distributed(loader):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 
@@ -37,14 +38,16 @@ _alone = ContextVar("this library, too", default=False)
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
     """Return this process's rank in ``group``; 0 before it joins a group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return 0 if _is_one_process() else dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes in ``group``; 1 before this process joins a group."""
-    if not dist.is_initialized() or _alone.get() or (is_as_one_process() and not is_called_by_us()):
-        return 1
-    return dist.get_world_size(group)
+    return 1 if _is_one_process() else dist.get_world_size(group)
+
+
+def _is_one_process() -> bool:
+    return not dist.is_initialized() or _alone.get() or (is_as_one_process() and not is_called_by_us(2))
 
 
 @contextmanager
@@ -53,14 +56,15 @@ def as_one_process() -> Iterator[None]:
 
     So it counts terms that it divides by the number of processes, such as a prior, as one process does.
     """
-    original, token = dist.get_world_size, _as_one.set(True)
+    token = _as_one.set(True)
 
-    def size_for_caller(group: dist.ProcessGroup | None = None) -> int:
-        return original(group) if is_called_by_us() else 1
+    def for_caller(original: Callable[..., int], of_one: int, group: dist.ProcessGroup | None = None) -> int:
+        return original(group) if is_called_by_us() else of_one
 
     with Replacements() as replaced:
         replaced.callback(_as_one.reset, token)
-        replaced.set(dist, "get_world_size", size_for_caller)
+        replaced.set(dist, "get_world_size", partial(for_caller, dist.get_world_size, 1))
+        replaced.set(dist, "get_rank", partial(for_caller, dist.get_rank, 0))
         yield
 
 
@@ -88,8 +92,7 @@ def current_env() -> WorkerEnv:
         return WorkerEnv.from_environ()
     local_rank = number(os.environ, "LOCAL_RANK")
     local_rank = stated_env().local_rank if local_rank is None else local_rank
-    size = get_world_size()
-    return WorkerEnv(min(get_rank(), size - 1), size, local_rank, file="")  # rank 0 in a step that is as_one_process
+    return WorkerEnv(get_rank(), get_world_size(), local_rank, file="")
 
 
 def require_place(rank: int | None, size: int | None, by: str) -> None:

@@ -1077,18 +1077,41 @@ def test_a_step_that_communicates_is_not_compared() -> None:
 
 
 class ComparesItsRows(Net):
-    """Compares the rows of a part with all, as CLIP's local loss does; alone, the last rank has targets out of range."""
+    """Compares the rows of a part with those of all parts, as CLIP's local loss does."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def rank(self) -> int:
+        return self.global_rank
 
     def loss(self, batch: Any) -> torch.Tensor:
-        outputs = self(batch[0])
+        self.sizes.append(len(batch[1]))
+        outputs, labels = self(batch[0]), torch.arange(len(batch[1])) + self.rank() * len(batch[1])
         every = self.all_gather(outputs, sync_grads=True).reshape(-1, CLASSES)
-        return F.cross_entropy(outputs @ every.T, torch.arange(len(outputs)) + self.global_rank * len(outputs))
+        return F.cross_entropy(outputs @ every.T, labels)
 
 
-@WORLD.as_on_one()
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
-def test_a_step_that_gathers_and_fails_alone_on_one_rank_trains_as_on_one_process(strategy: str) -> Any:
-    return fit(strategy, ComparesItsRows(), loader(32, 8, shuffle=True), max_epochs=2)
+class KnowsItsRank(ComparesItsRows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = get_rank()
+
+    def rank(self) -> int:
+        return self.own
+
+
+class AsksForItsRank(ComparesItsRows):
+    def rank(self) -> int:
+        assert dist.get_rank() == get_rank() == self.global_rank
+        return dist.get_rank()
+
+
+@WORLD.on(TWO)
+def test_no_part_is_compared_if_one_rank_alone_cannot_compute_the_whole_batch() -> None:
+    for kind, compared in ((KnowsItsRank, []), (AsksForItsRank, [(6, 2)[get_rank()]])):
+        ComparesItsRows.sizes.clear()
+        fit(CallbackStrategy(), kind(), loader(32, 8), max_epochs=1)
+        assert ComparesItsRows.sizes == [8, *compared, 4, 4, 4, 4]
 
 
 class DividesByAll(Net):
