@@ -27,7 +27,7 @@ from ddp_callbacks.data.iterator import DividedLoader, Pass, ShardedIterator, St
 from ddp_callbacks.data.nested import arrays_in, has_state, is_data_loader, length_of, name_of, undividable
 from ddp_callbacks.data.order_state import objects_of_order, other_batches
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
+from ddp_callbacks.data.shares import Divider, Step, WholeBatch, common_size, slice_samples
 from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
@@ -151,14 +151,14 @@ class AfterLoading(DividedLoader):
         super().__init__(loader, objects_of_order(**roots, dataset=getattr(loader, "dataset", None)), divider, group)
         self.loads_all = divider.division != "own"
 
-    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+    def iterate(self, steps: deque[Step], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
             end_workers(_Produced(self, start.of_last()).open())
             start.put_back(self.sources)
         produced = _Produced(self, start)
         batches, current = produced.open(), Pass(self, produced, limit, start)
         parts = (step.part for step in current.draw(produced.draw(batches)))
-        return ShardedIterator(self, current, batches, parts, shares)
+        return ShardedIterator(self, current, batches, parts, steps)
 
     def size_of(self, drawn: Any) -> int:
         """Return the number of samples in a batch; 1 for a batch that is not divided.
@@ -176,11 +176,11 @@ class AfterLoading(DividedLoader):
     def part_of(self, drawn: Any, part: slice) -> Any:
         return slice_samples(drawn, self.size_of(drawn), part)
 
-    def compared(self, first: list[Any]) -> WholeBatch | None:
+    def compared(self, drawn: list[Any]) -> WholeBatch | None:
         if self.divider.division != "global":
             return None
-        part, share = self.divider.to_compare(self.size_of(first[0]))
-        return WholeBatch(first[0], self.part_of(first[0], part), share)
+        part, share = self.divider.to_compare(self.size_of(drawn[0]))
+        return WholeBatch(drawn[0], self.part_of(drawn[0], part), share)
 
     def require_divisible(self, batch: Any) -> None:
         """Raise unless the first batch is equal on all ranks, with samples along its first dimension. A collective."""

@@ -36,7 +36,7 @@ from ddp_callbacks.data.order_state import objects_of_order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.sample_seeds import Loading, SeededIndex, SeededIndices, generators_of
-from ddp_callbacks.data.shares import Divider, Share, Step, WholeBatch
+from ddp_callbacks.data.shares import Divider, Step, WholeBatch
 from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError, warn
 
@@ -124,7 +124,7 @@ class BeforeLoading(DividedLoader):
                 loading.end()
             yield batch
 
-    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+    def iterate(self, steps: deque[Step], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
             Order(self.sampler, self, start.of_last(), 1).begin()
         # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
@@ -142,7 +142,7 @@ class BeforeLoading(DividedLoader):
         if not is_torchs_iterator(batches):
             self._refuse_thread(batches)
             loaded = self._begun.checked(loaded)
-        return ShardedIterator(self, self._begun, batches, loaded, shares)
+        return ShardedIterator(self, self._begun, batches, loaded, steps)
 
     def _refuse_thread(self, batches: object) -> None:
         """Raise if a thread draws the samples: what it exchanges would meet what this one does."""
@@ -155,10 +155,10 @@ class BeforeLoading(DividedLoader):
     def size_of(self, drawn: Any) -> int:
         return len(drawn) if self.has_batches else 1
 
-    def compared(self, first: list[Any]) -> WholeBatch | None:
+    def compared(self, drawn: list[Any]) -> WholeBatch | None:
         if self.loader.batch_sampler is None:
             return None
-        indices = list(itertools.chain(*first))
+        indices = list(itertools.chain(*drawn))
         part, share = self.divider.to_compare(len(indices))
         own = generators_of(self.loader.dataset)
         states = states_of_generators(own)

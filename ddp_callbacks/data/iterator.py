@@ -86,11 +86,13 @@ class DividedLoader:
         is_stateful: Whether the loader resumes by a ``state_dict`` of its own.
         loads_all: Whether each rank loads all batches, and takes its parts.
         passes: The number of passes that have begun.
+        taken: The step, without its part, whose batch the program computes.
     """
 
     is_stateful = False
     loads_all = False
     passes = 0
+    taken: Step | None = None
     _has_warned = has_warned_of_rows = False
 
     def __init__(
@@ -106,7 +108,14 @@ class DividedLoader:
             if get_rank(self.group) == 0:
                 warn(_TAKES_TURNS.format(name=name_of(self.loader)))
 
-    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+    def take(self, steps: deque[Step]) -> Step | None:
+        """Return the oldest of the steps whose batches were drawn and not taken; ``None`` if there is none."""
+        if not steps:
+            return None
+        self.taken = steps.popleft()
+        return self.taken
+
+    def iterate(self, steps: deque[Step], limit: int | None, start: Start | None) -> ShardedIterator:
         """Begin a pass. A collective if every rank produces the whole batches."""
         raise NotImplementedError
 
@@ -118,11 +127,11 @@ class DividedLoader:
         """Return a slice of a batch's samples, or of its indices."""
         return drawn[part]
 
-    def compared(self, first: list[Any]) -> WholeBatch | None:
-        """Return the whole batch of the first step, and this rank's part of it; ``None``: not available. A collective.
+    def compared(self, drawn: list[Any]) -> WholeBatch | None:
+        """Return the whole batch of a step, and this rank's part of it; ``None``: not available. A collective.
 
         Args:
-            first: What was drawn for the step.
+            drawn: What was drawn for the step.
         """
         raise NotImplementedError
 
@@ -138,7 +147,6 @@ class Pass:
 
     Attributes:
         used: The number of steps handed out, including those of an earlier run.
-        first: What was drawn for the first step, until the third is handed out.
         is_begun: Whether :meth:`draw` was called.
         is_over: Whether no step is left.
     """
@@ -146,8 +154,7 @@ class Pass:
     def __init__(self, source: DividedLoader, drawn: Drawn, limit: int | None, start: Start | None) -> None:
         self._source, self._drawn, self._limit = source, drawn, limit
         self.used: int = start.position["batches"] if start and start.position else 0
-        self._handed_out, self._shares = 0, deque[Share]()  # in this run; shares of steps drawn but not handed out
-        self.first: list[Any] | None = None
+        self._steps = deque[Step]()  # drawn but not handed out
         self.is_begun = self.is_over = False
         self._here = None if source.divider.deals else found()
 
@@ -155,35 +162,31 @@ class Pass:
         """Yield this rank's steps, and queue their shares."""
         self.is_begun, source = True, self._source
         steps = source.divider.steps(itertools.islice(drawn, self._limit), source.size_of, source.part_of)
-        for number, step in enumerate(steps):
-            if number == 0:
-                self.first = step.batches
-            self._shares.append(step.share)
+        for step in steps:
+            self._steps.append(step._replace(part=None))
             yield step
 
-    def hand_out(self) -> Share:
-        """Count a step that is handed out, and return its share."""
+    def hand_out(self) -> Step:
+        """Count a step that is handed out, and return it without its part."""
         self.used += 1
-        self._handed_out += 1
-        share = self._shares.popleft()
+        step = self._steps.popleft()
         if self._here is not None:
             checksum = self._drawn.checksum(self.used * self._source.divider.per_step)
-            self._here.drawn.note(self.used, checksum, (share.local, share.total))
-        if self._handed_out > 2:  # Lightning and Torchbearer draw one batch ahead
-            self.first = None
-        return share
+            self._here.drawn.note(self.used, checksum, (step.share.local, step.share.total))
+        return step
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of the user's own iterator, which must be those that were drawn, one by one."""
         for batch in batches:
-            sizes, size = [share.rows.samples for share in self._shares if share.rows is not None], common_size(batch)
-            if not self._shares or (size in sizes and size != sizes[0]):
+            sizes = [step.share.rows.samples for step in self._steps if step.share.rows is not None]
+            size = common_size(batch)
+            if not self._steps or (size in sizes and size != sizes[0]):
                 raise self._other_batches()
             if sizes and size not in (None, sizes[0]) and not self._source.has_warned_of_rows:
                 self._source.has_warned_of_rows = True
                 warn(_OTHER_ROWS.format(loader=type(self._source.loader).__name__, rows=size, samples=sizes[0]))
             yield batch
-        if self._shares:
+        if self._steps:
             raise self._other_batches()
 
     def _other_batches(self) -> ConfigurationError:
@@ -224,15 +227,15 @@ class ShardedIterator(Iterator[Any]):
         current: The pass.
         batches: The iterator of the source's loader.
         parts: Yields this rank's parts of the batches.
-        shares: A queue. The iterator appends the :class:`~ddp_callbacks.Share` of each batch that it yields.
+        steps: A queue. The iterator appends the step of each batch that it yields, without its part.
     """
 
     def __init__(
-        self, source: DividedLoader, current: Pass, batches: Iterator[Any], parts: Iterator[Any], shares: deque[Share]
+        self, source: DividedLoader, current: Pass, batches: Iterator[Any], parts: Iterator[Any], steps: deque[Step]
     ) -> None:
         self._source, self.current, self.loads_all = source, current, source.loads_all
         self.is_continued = current.used > 0  # begins amid a pass
-        self.batches, self._parts, self._shares = batches, parts, shares
+        self.batches, self._parts, self._steps = batches, parts, steps
         self.samples: int | None = None  # of all ranks, in the last batch
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
@@ -245,8 +248,8 @@ class ShardedIterator(Iterator[Any]):
         except StopIteration:
             self.current.is_over = True
             raise
-        self._shares.append(share := self.current.hand_out())
-        self.samples = share.total
+        self._steps.append(step := self.current.hand_out())
+        self.samples = step.share.total
         return part
 
     def end(self) -> None:
@@ -255,26 +258,23 @@ class ShardedIterator(Iterator[Any]):
 
     def take_share(self) -> Share | None:
         """Return the combined share of the batches drawn since the last call; ``None`` if there were none."""
-        if not self._shares:
-            return None
-        taken = functools.reduce(operator.add, self._shares)
-        self._shares.clear()
-        return taken
+        shares = [step.share for step in iter(functools.partial(self._source.take, self._steps), None)]
+        return functools.reduce(operator.add, shares) if shares else None
 
-    def first_batch(self) -> WholeBatch:
-        """Return the whole first batch of this pass, the same on every rank, and this rank's part of it.
+    def whole_batch(self) -> WholeBatch:
+        """Return the whole batch that was taken last, the same on every rank, and this rank's part of it.
 
-        A collective. Call it after drawing the first batch and before drawing the third. Samples of a map-style data
-        set are loaded again, by a worker if the loader has some.
+        A collective. Samples of a map-style data set are loaded again, by a worker if the loader has some.
 
         Raises:
             ConfigurationError: The whole batch is not available, or batches of the same samples differ at random.
         """
-        found = self._source.compared(self.current.first) if self.current.first else None
+        taken = self._source.taken
+        found = self._source.compared(taken.batches) if taken and taken.batches else None
         if found is None:
             raise ConfigurationError(
-                f"the whole first batch of {name_of(self._source.loader)} is not available: it has not been drawn, is "
-                "no longer kept, or each process has batches of its own."
+                f"the whole batch of {name_of(self._source.loader)} is not available: it has not been drawn, or each "
+                "process has batches of its own."
             )
         return found
 

@@ -99,7 +99,7 @@ class Resumable(ShardedLoader):
         if state["pass"] is not None:
             self._require_same(state)
         self.end()
-        self.shares.clear()
+        self.steps.clear()
         self._pass, self._resumed = None, state["pass"]
         self._last = _to_compare(state.get("last")) if state["about"] == self._about() else None
         self._source.passes = state["passes"]

@@ -35,7 +35,7 @@ from ddp_callbacks.data.after_loading import AfterLoading
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import DividedLoader, ShardedIterator, Start
 from ddp_callbacks.data.nested import has_state, is_data_loader, length_of, name_of
-from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
+from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, Step, check_batch_size, common_size
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.randomness import Rows, WholeDraws
@@ -65,14 +65,14 @@ class ShardedLoader:
 
     Attributes:
         limit: The number of batches to take of each pass, if they are dealt out; ``None``: all.
-        shares: Shares of the batches drawn so far that no caller has taken, oldest first.
+        steps: Those of the batches drawn so far that no caller has taken, without their parts, oldest first.
     """
 
     is_resumable = False
 
     def __init__(self, loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> None:
         self.loader = loader
-        self.shares: deque[Share] = deque()
+        self.steps: deque[Step] = deque()
         self.limit: int | None = None
         self._running: weakref.ref[ShardedIterator] | None = None
         divider = Divider(division, get_rank(group), get_world_size(group), at_least)
@@ -111,6 +111,11 @@ class ShardedLoader:
             if is_data_loader(loader):
                 forget_workers(loader)
 
+    def take_share(self) -> Share | None:
+        """Return the share of the oldest batch that was drawn and not taken; ``None`` if there is none."""
+        step = self._source.take(self.steps)
+        return None if step is None else step.share
+
     def passes_shares(self) -> list[Share]:
         """Return this rank's share of the usual batch and of the last one of a pass; nothing if a batch may differ."""
         size, samples = getattr(self.loader, "batch_size", None), length_of(getattr(self.loader, "sampler", None))
@@ -143,8 +148,8 @@ class ShardedLoader:
     def _iterate(self, start: Start | None) -> ShardedIterator:
         last = self.iterator
         if last is None or not last.current.is_over:
-            self.shares.clear()  # nobody uses what was fetched ahead of a pass that a limit, or a new pass, has ended
-        iterator = self._source.iterate(self.shares, self.limit, start)
+            self.steps.clear()  # nobody uses what was fetched ahead of a pass that a limit, or a new pass, has ended
+        iterator = self._source.iterate(self.steps, self.limit, start)
         self._running = weakref.ref(iterator)
         self.passes += 1
         return iterator

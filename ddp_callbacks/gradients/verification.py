@@ -46,11 +46,12 @@ Verify = Literal["warn", "first_batch"]
 
 OF_RANK_ZERO = "rank 0"
 """In place of an operation: what a step gives to a logger itself is that of rank 0's part."""
-_RARELY = 200  # times as long as a comparison takes, until the next one
+_FREELY, _RARELY = 0.5, 200  # seconds of comparisons in all; then, times as long as one takes until the next
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _NEGLIGIBLE, _ROUNDINGS = 1e-5, 64  # of the largest gradient, and of its dtype's: smaller differences are left alone
 _CHANGE, _STEADY = 2.0**-12, 0.1  # of the parameters; a steady difference changes by a tenth at most with them
+_LARGE_STEADY = 0.5  # a large one, as masks may change; that of rounding changes by more than itself
 _ROUNDING = 1e-6  # of a logged value near 0
 _UNCLEAR = 16  # roundings by which two ways to join values may differ unseen
 _SUMMED_NBYTES = 1 << 22  # of gradients in one sum
@@ -139,10 +140,10 @@ def verify_gradient(
 
 
 class Comparisons:
-    """Compares the first batch of a training, and, to warn, those of the epochs 1, 2, 4, 8 and so on, as time allows.
+    """Compares the first batch of a training, and, to warn, the second, third, fifth, ninth and so on, as time allows.
 
-    A loss may get a term later, or a mask that the first batch does not have. Later comparisons take 0.5 % of the time
-    at most. They end with the first difference, or the first that is not possible.
+    A loss may get a term later, or a mask that the first batch does not have. Comparisons take 0.5 s, then 0.5 % of the
+    time, at most. They end with the first difference, or the first that is not possible.
 
     Args:
         verify: See :func:`check_first_batch`; ``None`` compares nothing.
@@ -154,34 +155,36 @@ class Comparisons:
     def __init__(self, verify: Verify | None) -> None:
         self.verify = verify
         self.called, self._has_told = "", False
-        self._epoch, self._end, self._seconds = -1, 0.0, 0.0  # of the last comparison
+        self._batch = -1  # that was looked at last
+        self._end, self._seconds, self._spent = 0.0, 0.0, 0.0  # of the last comparison; of all
 
-    def is_due(self, epoch: int, is_first: bool) -> bool:
-        """Whether to compare the first batch of an epoch. All ranks must call it for such a batch; may be a collective.
+    def is_due(self, batch: int) -> bool:
+        """Whether to compare a batch. All ranks must call it for each batch; may be a collective.
 
         Args:
-            epoch: From 0.
-            is_first: Whether the batch is the first one of the training.
+            batch: Its number in the training, from 0.
         """
-        if self.verify is None or epoch == self._epoch:  # LBFGS computes a batch repeatedly
+        looked_at, self._batch = self._batch, batch
+        if self.verify is None or looked_at == batch:  # LBFGS computes a batch repeatedly
             return False
-        if is_first:
+        if batch == 0:
             return True
-        if epoch & (epoch - 1) or not self._seconds:  # no power of two; a fit that goes on has compared nothing
+        if self.verify != "warn" or batch & (batch - 1):  # no power of two
             return False
-        has_time = time.perf_counter() - self._end > _RARELY * self._seconds
+        has_time = self._spent < _FREELY or time.perf_counter() - self._end > _RARELY * self._seconds
         return bool(broadcast_object(has_time, PURPOSE))
 
-    def compare(self, computation: Computation, load: Callable[[], FirstBatch], epoch: int) -> None:
-        """Compare; see :func:`check_first_batch`. A collective."""
+    def compare(self, computation: Computation, load: Callable[[], FirstBatch]) -> None:
+        """Compare the batch that is due; see :func:`check_first_batch`. A collective."""
         begin = time.perf_counter()
         assert self.verify is not None
-        draws = computation.draws if epoch else None
+        draws = computation.draws if self._batch else None
         with nullcontext() if draws is None else draws.learning_nothing():  # time decides whether there is a later one
-            agrees = check_first_batch(self.verify, computation, load, epoch=epoch)
+            agrees = check_first_batch(self.verify, computation, load, batch=self._batch)
         self.verify = self.verify if agrees and self.verify == "warn" else None
-        self._epoch, self._end = epoch, time.perf_counter()
+        self._end = time.perf_counter()
         self._seconds = self._end - begin
+        self._spent += self._seconds
         if (report := recorder()) is not None:
             report.compared += self._seconds
         self.called = broadcast_object(next(iter(computation.refused), ""), PURPOSE)
@@ -203,7 +206,7 @@ def check_first_batch(
     computation: Computation,
     load: Callable[[], FirstBatch],
     process_group: dist.ProcessGroup | None = None,
-    epoch: int = 0,
+    batch: int = 0,
 ) -> bool:
     """Like :func:`verify_gradient`; with ``"warn"`` it only warns, if it can compare at all. A collective.
 
@@ -215,7 +218,7 @@ def check_first_batch(
 
     Args:
         load: Returns the batch; see :func:`verify_gradient`.
-        epoch: Whose first batch it is.
+        batch: Its number in the training, from 0.
 
     Returns:
         Whether the gradients were compared, and agree.
@@ -224,17 +227,17 @@ def check_first_batch(
     if get_world_size(process_group) == 1:
         return True
     hint = "verify=None leaves the comparison out."
-    if not epoch:
+    if not batch:
         hint = f'verify="first_batch" makes this warning an error, and {hint}'
     with nullcontext() if is_strict else _warning("The first batch", hint, process_group):
         if not is_strict:
             attempt_on_all(process_group, is_strict, lambda: check_comparable(computation.parts))
         with random_states_kept(computation.parts[0]), torch.enable_grad():
             first = attempt_on_all(process_group, is_strict, load)
-            which = f"the first batch of epoch {epoch}" if epoch else "the first batch"
+            which = f"batch {batch} of the training" if batch else "the first batch"
             _compare(computation, first, process_group, is_strict, which)
         agrees = True
-    if not is_strict and not epoch and get_rank(process_group) == 0:
+    if not is_strict and not batch and get_rank(process_group) == 0:
         _warn_of_batch_norm(computation, agrees)
         _warn_of_kept(computation)
     return agrees
@@ -327,10 +330,11 @@ def _compare(
     differing = _differences(_sum(found.own, 1.0, group), expected)
     is_rounding = _is_rounding(differing, expected)
     is_telling = not is_rounding and (is_strict or _is_telling(differing, expected))
-    shown = is_rounding, is_telling, None if is_telling else _doubtful(differing, expected)
+    shown = is_rounding, is_telling, None if is_strict and is_telling else _doubtful(differing, expected)
     is_rounding, is_telling, doubtful = broadcast_object(shown, PURPOSE, group)
     if doubtful is not None:
-        is_telling = _change_of(doubtful, found, computed.compute(_CHANGE), group) <= _STEADY
+        change = _change_of(doubtful, found, computed.compute(_CHANGE), group)
+        is_telling = change <= (_LARGE_STEADY if is_telling else _STEADY)
     if not is_telling:
         if is_rounding and computation.draws is not None:
             computation.draws.confirm()

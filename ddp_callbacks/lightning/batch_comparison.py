@@ -85,7 +85,7 @@ def verify_first_batch(
         of_logs, is_whole = (logged.values.copy, logged.operations, logged.fixed), module.automatic_optimization
         own = [*parts, *layers.values()]
         computation = Computation(own, loss_of, _instead(trainer, silent), *of_logs, draws, is_whole_step=is_whole)
-        comparisons.compare(computation, load, trainer.current_epoch)
+        comparisons.compare(computation, load)
     logged.note(trainer, "training_step")
     return has_loss
 
@@ -183,7 +183,7 @@ def _first_batch(trainer: Any, loaders: Sequence[Any]) -> WholeBatch:
             'verify="first_batch" needs loaders that are divided among the processes, to get their whole batch; got '
             f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave out verify."
         )
-    found: list[WholeBatch] = [loader.iterator.first_batch() for loader in loaders]
+    found: list[WholeBatch] = [loader.iterator.whole_batch() for loader in loaders]
     first, *others = found
     if not others:
         return first

@@ -186,7 +186,7 @@ class Batches:
 
     def next_rows(self, loaders: list[Any]) -> Rows | None:
         """Return the rows of the batch that comes from ``loaders``, before :meth:`take`. Local."""
-        rows = {loader.shares[0].rows for loader in loaders if isinstance(loader, ShardedLoader) and loader.shares}
+        rows = {loader.steps[0].share.rows for loader in loaders if isinstance(loader, ShardedLoader) and loader.steps}
         return rows.pop() if len(rows) == 1 else None
 
     def weigh(self, batch: Any, share: Share, reduction: Reduction | None = None) -> tuple[float, float | None]:
@@ -249,7 +249,7 @@ def _original(loader: Any) -> Any:
 
 
 def _next_share(loader: Any) -> Share | None:
-    return loader.shares.popleft() if isinstance(loader, ShardedLoader) and loader.shares else None
+    return loader.take_share() if isinstance(loader, ShardedLoader) else None
 
 
 def _require_alike(shares: list[Share]) -> None:

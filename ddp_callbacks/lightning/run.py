@@ -255,10 +255,9 @@ class Run:
 
     def _compare_gradient(self, arguments: Sequence[Any]) -> bool:
         """Compare the gradient of this batch with that of one process, if it is due, and return whether it was."""
-        loop, trainer = self._trainer.fit_loop, self._trainer
-        is_first = loop.total_batch_idx == 0  # not in a fit that goes on
-        if loop.batch_idx > 0 or not self._comparisons.is_due(trainer.current_epoch, is_first):
-            if self._is_automatic and is_first:
+        trainer, batch = self._trainer, self._trainer.fit_loop.total_batch_idx
+        if not self._comparisons.is_due(batch):
+            if self._is_automatic and not batch:
                 self.compare("training_step", arguments)
             return False
         has_loss = verify_first_batch(self._comparisons, trainer, self._loaders(), self.batches, self._draws, arguments)
@@ -288,9 +287,9 @@ class Run:
         if step not in self._trainer.strategy.compares or f"{step} {self._loader}" in self._compared:
             return False
         iterators = [getattr(loader, "iterator", None) for loader in self._loaders_of_batch]
-        return bool(_logged.results_of(self._trainer).joins_steps) and all(
-            iterator is not None and iterator.current.first for iterator in iterators
-        )
+        used = [0 if iterator is None else iterator.current.used for iterator in iterators]
+        is_due = all(number and not number & (number - 1) for number in used)  # powers of two
+        return is_due and bool(_logged.results_of(self._trainer).joins_steps)
 
     def _exchange_skips(self, skips: bool) -> list[bool]:
         """Tell all ranks whether this one skips the step. If it does, return each rank's answer. A collective.

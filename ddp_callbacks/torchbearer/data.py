@@ -282,7 +282,7 @@ class ShardData(DistributedCallback):
         ids = set(map(id, generators))
         self._sharded = {key: divided for key, divided in self._sharded.items() if key in ids}
         for loader in self.divided:
-            loader.shares.clear()
+            loader.steps.clear()
             if "tb_iter" in vars(loader):
                 with suppress(AttributeError):  # a list has none
                     loader.loader.tb_iter = loader.tb_iter

@@ -167,8 +167,8 @@ class AllReduceGradients(WeighsLoss):
 
     def on_sample(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        epoch = state[torchbearer.EPOCH]
-        if state[torchbearer.BATCH] == 0 and self._comparisons.is_due(epoch, is_first=epoch == 0):
+        steps = max(0, state[torchbearer.STEPS])  # -1: the epoch does not end
+        if self._comparisons.is_due(state[torchbearer.EPOCH] * steps + state[torchbearer.BATCH]):
             self._verify_batch(state)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
@@ -263,7 +263,7 @@ class AllReduceGradients(WeighsLoss):
         return self._loss_weight.joined({**state, torchbearer.LOSS: torch.as_tensor(loss)})
 
     def _verify_batch(self, state: State) -> None:
-        """Compare the ranks' gradients of the first batch of an epoch with that of the global batch. A collective.
+        """Compare the ranks' gradients of a batch with that of the global batch. A collective.
 
         Each rank computes copies of model and criterion, without the Trial's other callbacks, on its part and on the
         global batch; see :func:`ddp_callbacks.verify_gradient`.
@@ -283,7 +283,7 @@ class AllReduceGradients(WeighsLoss):
             callbacks = state[torchbearer.CALLBACK_LIST]
             if self._verify == "warn" and any(handles(each, ("on_sample",)) for each in callbacks):
                 raise ConfigurationError("a callback may change the samples (on_sample), and a comparison calls none.")
-            first = iterator.first_batch()
+            first = iterator.whole_batch()
             scratch[SHARE] = first.share
             return FirstBatch(first.whole, first.part, lambda: self._loss_weight.of(scratch), first.share.rows)
 
@@ -296,7 +296,7 @@ class AllReduceGradients(WeighsLoss):
         draws = state[RUN_RANDOM_STATE].draws if RUN_RANDOM_STATE in state else None
         computation = Computation(parts, compute, {id(trial): trial}, draws=draws)
         with nullcontext() if draws is None else draws.aside():
-            self._comparisons.compare(computation, load, state[torchbearer.EPOCH])
+            self._comparisons.compare(computation, load)
 
 
 class AverageParameters(WeighsLoss):
