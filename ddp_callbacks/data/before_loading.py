@@ -78,12 +78,13 @@ class BeforeLoading(DividedLoader):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's indices for the pass that has begun. Local; ``next`` is a collective."""
+        """Yield this rank's indices for the pass that has begun. ``next`` is a collective."""
         if self._begun.is_begun:
             raise ConfigurationError(
                 f"{type(self.loader).__name__}.__iter__ begins several passes over its samples in one, which cannot be "
                 "divided among the processes. Let its sampler repeat the samples."
             )
+        self._order.call()
         return self._draw(self._begun, self._order, self.indices)
 
     def _draw(self, begun: Pass, order: Order, indices: list[list[Any]]) -> Iterator[Any]:
@@ -126,11 +127,10 @@ class BeforeLoading(DividedLoader):
 
     def iterate(self, steps: deque[Step], limit: int | None, start: Start | None) -> ShardedIterator:
         if start and start.last:
-            Order(self.sampler, self, start.of_last(), 1).begin()
+            Order(self.sampler, self, start.of_last()).begin()
         # Workers that wait for a pass of the user's loader, whichever copies of it make the passes, need no new seed.
         keeps_workers = has_persistent_workers(self._original)
-        starts_workers = self.loader.num_workers > 0 and not keeps_workers  # then torch begins the sampler twice
-        self._order, self.indices = Order(self.sampler, self, start, 1 + starts_workers), []
+        self._order, self.indices = Order(self.sampler, self, start), []
         self._begun = Pass(self, self._order, limit, start)
         self.loader.generator = torch.default_generator.clone_state() if keeps_workers else self._generator
         with spared_workers(self.loader):

@@ -7,8 +7,9 @@ the training.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,20 +39,20 @@ _PURPOSE = "the next batches of a loader"
 class Order(Iterable[Any]):
     """The batches of indices of one pass, the same on all ranks.
 
-    Nothing is drawn before :meth:`begin` or the first batch. If the order is shared, ``next`` is a collective.
+    Nothing is drawn before :meth:`call`, :meth:`begin` or the first batch. If the order is shared, ``next`` is a
+    collective.
 
     Args:
         sampler: Yields the indices of each batch.
         source: The source of the batches. Rank 0 draws for all ranks, which get the states of its generators, unless
             each rank has a sampler of its own.
         start: Where a pass of a resumable loader begins; ``None`` for other loaders.
-        calls: How often torch's loader calls the sampler's ``__iter__`` for this pass.
 
     Attributes:
         seed: Seed of the workers' random states; valid from the first batch on.
     """
 
-    def __init__(self, sampler: Any, source: DividedLoader, start: Start | None, calls: int) -> None:
+    def __init__(self, sampler: Any, source: DividedLoader, start: Start | None) -> None:
         self._sampler, self._source, self._group, divider = sampler, source, source.group, source.divider
         self._sources = source.sources
         self._is_sent = divider.division != "own" and divider.world_size > 1
@@ -66,8 +67,20 @@ class Order(Iterable[Any]):
         if self._position:
             self._drawn = min(self._position["batches"] * divider.per_step, self._position["drawn"])
         self.seed = self._position["seed"] if self._position else 0
-        self._calls = self._position.get("calls", 1) if self._position else calls
         self._attributes: Attributes = {}  # when the pass began
+
+    def call(self) -> None:
+        """Let the sampler's ``__iter__`` draw when torch's loader calls it, if it may draw. A collective then.
+
+        torch may call it repeatedly; the last call begins the pass.
+        """
+        if self._position is None and not inspect.isgeneratorfunction(type(self._sampler).__iter__):
+            self._batches = self._begin = None
+            self._exchange(self._begin_anew)
+
+    def _begin_anew(self) -> list[Any]:
+        self._go_to(0)
+        return []
 
     def begin(self) -> None:
         """On ranks that run the sampler, move it to the position of an earlier run, or to the first batch. Local."""
@@ -90,8 +103,6 @@ class Order(Iterable[Any]):
         self.seed = self.seed or digest_of(self._number, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState(self._begin[:GLOBAL])
         with self._state.drawing():
-            for _ in range(self._calls - 1):
-                iter(self._sampler)
             self._batches, self._is_fixed = begin_at(self._sampler, number)
 
     def _draw_again(self, position: Mapping[str, Any]) -> None:
@@ -113,7 +124,15 @@ class Order(Iterable[Any]):
 
     def _fetch(self) -> list[Any]:
         """Return the next block, empty if no batch is left. A collective if the order is shared."""
-        message: Any = self._message() if self._runs_sampler else None
+        block = self._exchange(self._next_block)
+        self._drawn += len(block)
+        if block:
+            self._last, self._position = block[-1], None
+        return block
+
+    def _exchange(self, draw: Callable[[], list[Any]]) -> list[Any]:
+        """Return what ``draw`` returns on the rank that runs the sampler. A collective if the order is shared."""
+        message: Any = self._message(draw) if self._runs_sampler else None
         if self._is_sent:
             message = broadcast_object(message, _PURPOSE, self._group)
         if isinstance(message, str):
@@ -122,19 +141,16 @@ class Order(Iterable[Any]):
         set_generators(self._sources, states)
         if drawn and not self._runs_sampler:
             follow_changes(*drawn)
-        self._drawn += len(block)
-        if block:
-            self._last, self._position = block[-1], None
         return list(block)
 
-    def _message(self) -> list[Any] | str:
-        """Return the next block with the states that go with it, or the text of the error that all ranks raise.
+    def _message(self, draw: Callable[[], list[Any]]) -> list[Any] | str:
+        """Return what was drawn with the states that go with it, or the text of the error that all ranks raise.
 
-        If the block was drawn from the global random state, ranks that have the same one go on with it.
+        If it was drawn from the global random state, ranks that have the same one go on with it.
         """
         before = get_global_state()
         try:
-            block = _plain(self._next_block(), self._sampler)
+            block = _plain(draw(), self._sampler)
         except ConfigurationError as error:
             return str(error)
         changed = changed_state(before)
@@ -178,7 +194,7 @@ class Order(Iterable[Any]):
         if self._position:
             return self._position
         found = {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
-        return found | {"attributes": self._attributes, "calls": self._calls}
+        return found | {"attributes": self._attributes}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

@@ -19,7 +19,8 @@ from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
 from ddp_callbacks.batch_norm.layers import synchronize_copy
-from ddp_callbacks.comm.collectives import all_reduce, any_rank
+from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError
@@ -270,7 +271,7 @@ class GradientsOnCopies:
         self, computation: Computation, first: FirstBatch, group: dist.ProcessGroup | None, is_strict: bool
     ) -> None:
         self._computation, self._first, self._group, self._is_strict = computation, first, group, is_strict
-        self.draws = Draws(computation, group)
+        self.draws, self._buffers = Draws(computation, group), _buffers_of_rank_zero(computation.parts[0], group)
         self._attempt = functools.partial(attempt_on_all, group, is_strict)
         # Layers that communicate wait for the other ranks, which must know first whether this one has got that far.
         meets = any(getattr(layer, "is_synchronized", False) for layer in computation.parts[0].modules())
@@ -320,14 +321,29 @@ class GradientsOnCopies:
         self, stack: ExitStack, batch: Any, rows: Rows | None, change: float
     ) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
         copies = self._attempt_here(lambda: copies_of(self._computation, stack, self._is_strict))
-        _change(copies[0], change)
+        _change(copies[0], self._buffers, change)
         stack.enter_context(self._computation.drawing(rows, copies))
         loss = self._attempt_here(lambda: self._computation.compute(copies, batch))
         return copies[0], loss, dict(self._computation.logged())
 
 
+def _buffers_of_rank_zero(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """Return rank 0's buffers of which other ranks have other values, such as statistics of their parts. A collective.
+
+    All must compute the same from the whole batch.
+    """
+    buffers = {name: buffer for name, buffer in module.named_buffers() if is_dense(buffer)}
+    checksums = {name: checksum_of(buffer) for name, buffer in buffers.items()}
+    first, *others = all_gather_object(checksums, PURPOSE, group)
+    differing = [name for name in first if any(other.get(name) != first[name] for other in others)]
+    own = {name: buffers[name] for name in differing if name in buffers}
+    return dict(broadcast_object(own, PURPOSE, group)) if differing else {}
+
+
 @torch.no_grad()
-def _change(module: nn.Module, change: float) -> None:
+def _change(module: nn.Module, buffers: Mapping[str, torch.Tensor], change: float) -> None:
+    for name, buffer in buffers.items():
+        module.get_buffer(name).copy_(buffer)
     generator = torch.Generator().manual_seed(0)
     for parameter in trainable(module).values() if change else ():
         parameter.mul_(1 + change * (2 * torch.rand(parameter.shape, generator=generator) - 1))

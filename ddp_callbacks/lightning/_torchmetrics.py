@@ -115,7 +115,7 @@ def remember(metric: Any) -> tuple[Callable[[], bool], Callable[[], None]]:
 
     def forget() -> None:
         for name, state in states.items():
-            setattr(metric, name, [*state] if isinstance(state, list) else state)
+            setattr(metric, name, [*state] if isinstance(state, list) else state.clone())  # updates change it in place
         for number in range(seen, _batches_seen(metric)):
             for name, default in default_states(metric.base_metric).items():
                 setattr(metric, f"{name}_{number % metric.window}", default)

@@ -143,4 +143,5 @@ class Spoiled(Random):
 
 @apart
 def skipped_batches(strategy: Any) -> Any:
-    return fit(given(strategy, skip_batch="any"), Spoiled(), loader(40, 8, shuffle=True))
+    """What is bad depends on the first row of a part, so a comparison with one process would tell."""
+    return fit(given(strategy, skip_batch="any", verify=None), Spoiled(), loader(40, 8, shuffle=True))
