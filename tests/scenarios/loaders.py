@@ -101,6 +101,16 @@ class Lazy(Sampler[list[int]]):
                 yield self.own.integers(0, SAMPLES, size=5).tolist()
 
 
+class AtOnce(Sampler[list[int]]):
+    """Draws all batches when a pass begins: torch calls its ``__iter__`` before it draws a seed for workers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in torch.randperm(SAMPLES).chunk(len(self))])
+
+
 def weighted() -> Any:
     weights = torch.arange(1, SAMPLES + 1, dtype=torch.float64)
     sampler = WeightedRandomSampler(weights.tolist(), SAMPLES, generator=torch.Generator().manual_seed(3))
@@ -122,12 +132,14 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "drop_last": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, drop_last=True),
     "in order": lambda: DataLoader(Data(), BATCH_SIZE),
     "small batches": lambda: DataLoader(Data(), 2, shuffle=True),
+    "at once": lambda: DataLoader(Data(), batch_sampler=AtOnce()),
 }
 """With torch's samplers, which draw the order first: on one process, the numbers of the plain loader."""
 
 WORKERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(Data(Noise()), BATCH_SIZE, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Data(Noise()), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True),
+    "at once, workers": lambda: DataLoader(Data(Noise()), batch_sampler=AtOnce(), num_workers=2),
     "stream, workers": lambda: DataLoader(Stream(), BATCH_SIZE, num_workers=2, persistent_workers=True),
 }
 

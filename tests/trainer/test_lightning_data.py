@@ -420,6 +420,21 @@ def test_a_batch_sampler_begins_one_pass_for_a_prediction(strategy: str) -> Any:
     return trainer(strategy).predict(Net(), DataLoader(data(13), batch_sampler=sampler))
 
 
+class DrawsAtOnce(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in torch.randperm(29).split(8)])
+
+
+@WORLD.as_on_one()
+def test_a_batch_sampler_that_draws_when_a_pass_begins_draws_in_each_that_lightning_begins(strategy: str) -> Any:
+    # Lightning begins two passes of a loader that it makes anew, and torch one more with workers.
+    sampler = DrawsAtOnce(SequentialSampler(range(29)), 8, False)
+    return [
+        fit(strategy, Net(), DataLoader(data(29), batch_sampler=sampler, num_workers=workers), **options, max_epochs=3)
+        for workers, options in ((0, {}), (0, {"reload_dataloaders_every_n_epochs": 1}), (1, {}))
+    ]
+
+
 class Fetches(Net):
     def predict_step(self, dataloader_iter: Any) -> Any:
         (x, _), _, _ = next(dataloader_iter)

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
 from trainer_hooks import HOOKS, IN_A_STEP
-from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
+from trainers import CLASSES, FEATURES, LogsAll, Net, fit, folder, loader, trainer
 from trainers import Record as Lines
 
 from ddp_callbacks.comm.collectives import all_gather_object
@@ -668,6 +668,25 @@ def test_batches_count_alike_by_a_constant_size_that_first_is_that_of_a_part(str
     made = trainer(strategy)
     made.validate(LogsByAConstant(), DataLoader(TensorDataset(torch.arange(12.0) ** 2), 8), verbose=False)
     return dict(made.callback_metrics)
+
+
+class NeedsRows(Net):
+    """Fails on a batch without rows, after its first metric has got it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch[0], batch[0].flip(1)
+        self.first.update(x, y)
+        self.second.update(x.reshape(max(1, len(x)), -1)[:, :FEATURES], y)
+        self.log_dict({"first": self.first, "second": self.second})
+
+
+@WORLD.as_on_one()
+def test_a_step_that_fails_without_rows_leaves_no_row_of_padding_in_a_metric(strategy: str) -> Any:
+    return trainer(strategy).test(NeedsRows(), loader(13, 4, 9), verbose=False)
 
 
 # --- before the strategy is set up ------------------------------------------------------------------------------------

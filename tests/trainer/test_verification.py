@@ -294,9 +294,9 @@ class Linear(Net):
         return self.layers[0](batch[0]).mean()
 
 
-def nearly_cancelling() -> DataLoader[Any]:
-    """The gradient is the mean of large numbers of both signs: rounding makes 1e-4 of it."""
-    large, small = 1e4 * torch.randn(4, FEATURES), torch.randn(4, FEATURES)
+def nearly_cancelling(factor: float = 1e4) -> DataLoader[Any]:
+    """The gradient is the mean of large numbers of both signs: rounding makes 1e-4 of it, or more."""
+    large, small = factor * torch.randn(4, FEATURES), torch.randn(4, FEATURES)
     return DataLoader(TensorDataset(torch.cat([large, small - large.flip(0)])), 8)
 
 
@@ -738,6 +738,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "with a small term": (lambda: trainer_tells(WithASmallTerm()), TELLS),
     "with a small term, in single precision": (lambda: trainer_tells(WithASmallTerm().float()), TELLS),
     "that rounds much": (lambda: trainer_tells(Linear().float(), nearly_cancelling()), ""),
+    "of rounding": (lambda: trainer_tells(Linear().float(), nearly_cancelling(1e8)), ""),
     "of known targets, by a module that the step makes": (lambda: trainer_tells(MakesItsLoss()), TELLS),
     "beside a cached teacher": (
         lambda: trainer_tells(HasACachedTeacher()),
