@@ -147,7 +147,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Like Lightning's; it is no part of the validation before it."""
         end_validation()
-        super().save_checkpoint(*args, **kwargs)
+        with nullcontext() if self._run is None else self._run.metrics.as_torchmetrics():
+            super().save_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. With local steps, average the parameters before; then a collective."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -87,6 +87,16 @@ class SyncedMetrics:
     def remember(self) -> list[Trace]:
         """Return a trace for each metric: whether it is updated after this call."""
         return [*map(remember, self._metrics)]
+
+    @contextmanager
+    def as_torchmetrics(self) -> Iterator[None]:
+        """Inside, metrics have no attribute of ours: a pickle of one may be loaded where few names are allowed."""
+        found = [(metric, vars(metric).pop(SYNC)) for metric in self._metrics if SYNC in vars(metric)]
+        try:
+            yield
+        finally:
+            for metric, sync in found:
+                setattr(metric, SYNC, sync)
 
     def _sync(self, metric: Metric, sync: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
         """Merge the states of all ranks that have samples: a collective. In ``forward``, keep this rank's."""

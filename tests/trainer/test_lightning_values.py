@@ -8,6 +8,7 @@ import math
 import tempfile
 import time
 import warnings
+import zipfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -675,7 +676,8 @@ class NeedsRows(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
+        self.first = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+        self.second = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch[0], batch[0].flip(1)
@@ -686,7 +688,38 @@ class NeedsRows(Net):
 
 @WORLD.as_on_one()
 def test_a_step_that_fails_without_rows_leaves_no_row_of_padding_in_a_metric(strategy: str) -> Any:
-    return trainer(strategy).test(NeedsRows(), loader(13, 4, 9), verbose=False)
+    return trainer(strategy).test(NeedsRows(), loader(3, 1, 9), verbose=False)
+
+
+class KeepsItsMetric(Net):
+    """Saves a metric itself, as packages do that load it with few names allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = torchmetrics.MeanSquaredError()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["metric"] = self.metric
+
+
+class SavesAtTheEnd(pl.Callback):
+    """Notes whether rank 0's checkpoint needs ``getattr`` to be loaded."""
+
+    needs_getattr: bool | None = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with folder("") as name:
+            path = Path(name, "last.ckpt")
+            trainer.save_checkpoint(path)
+            pickled = zipfile.ZipFile(path).read("archive/data.pkl") if path.exists() else b""
+            self.needs_getattr = all_gather_object(b"getattr" in pickled, "whether the file has one")[0]
+
+
+@WORLD.as_on_one()
+def test_a_metric_in_a_checkpoint_is_pickled_as_on_one_process(strategy: str) -> Any:
+    saves = SavesAtTheEnd()
+    fit(strategy, KeepsItsMetric(), callbacks=[saves], max_epochs=1)
+    return saves.needs_getattr
 
 
 # --- before the strategy is set up ------------------------------------------------------------------------------------
