@@ -444,6 +444,7 @@ def leave_a_loop(dataset: Any) -> int:
 @WORLD
 def test_the_workers_of_a_loop_that_was_left_end_at_once() -> None:
     """A loader's workers end with your loop."""
+    gc.collect()  # those of other tests
     for kind in (Stream, samples):
         assert leave_a_loop(kind()) == 2
         with Slowness() as slowness:
