@@ -120,7 +120,7 @@ def _copy_of(batch: Any) -> Any:
 
 
 class FirstBatch(NamedTuple):
-    """The whole first batch, this rank's part, its weight, and its rows in the whole; ``None``: unknown.
+    """The whole batch that is compared, this rank's part, its weight, and its rows in the whole; ``None``: unknown.
 
     ``logs`` weighs what the step logs as means, if it is not weighed as the loss. ``samples`` is 0 for a padding batch.
     """
@@ -173,7 +173,7 @@ class Draws:
         refusals = {} if self._draws is None else self._draws.refused
         if any_rank(bool(refusals), PURPOSE, self._group):
             raise ConfigurationError(
-                "the first batch cannot be compared, as its random numbers are not those of one process: "
+                "the batch cannot be compared, as its random numbers are not those of one process: "
                 f"{refusals or 'see another rank'}."
             )
 

@@ -229,7 +229,7 @@ def check_first_batch(
     hint = "verify=None leaves the comparison out."
     if not batch:
         hint = f'verify="first_batch" makes this warning an error, and {hint}'
-    with nullcontext() if is_strict else _warning("The first batch", hint, process_group):
+    with nullcontext() if is_strict else _warning("A batch", hint, process_group):
         if not is_strict:
             attempt_on_all(process_group, is_strict, lambda: check_comparable(computation.parts))
         with random_states_kept(computation.parts[0]), torch.enable_grad():
@@ -441,8 +441,8 @@ def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup |
     others = [rank for rank, own in enumerate(squares) if not math.isclose(own, squares[0], rel_tol=_TELLING)]
     if others:
         raise MismatchError(
-            f"the data set is not the same on every process: in the first batch, rank {others[0]} has loaded other "
-            "samples than rank 0. Seed each process alike before the samples are drawn, split or shuffled "
+            f"the data set is not the same on every process: in a batch that is compared, rank {others[0]} has "
+            "loaded other samples than rank 0. Seed each process alike before the samples are drawn, split or shuffled "
             "(torch.manual_seed(0)), or read them from a file. Or does it keep samples that have drawn (a cache)? Then "
             "let it draw each time."
         )

@@ -17,7 +17,7 @@ strategy of Fabric; ``strategy_processes`` is common to both. A run of a Trainer
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
     predict                              each rank computes whole batches in turn: predictions
 
-``batch_comparison`` computes the first batch as one process. A run puts its methods in Lightning's objects by
+``batch_comparison`` computes a batch as one process. A run puts its methods in Lightning's objects by
 :mod:`ddp_callbacks.replacement`, which takes them away at its end.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` each rank keeps its own gradients. The ranks average the parameters every

@@ -1,4 +1,4 @@
-"""Compute the first batch of one process by Lightning's module as well, to compare gradients and logged values."""
+"""Compute a batch of one process by Lightning's module as well, to compare gradients and logged values."""
 
 from __future__ import annotations
 

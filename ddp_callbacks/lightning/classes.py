@@ -58,7 +58,7 @@ class CallbackStrategy(CallbackStrategyMixin):
             loss must be a mean.
         verify: ``"warn"``: compare the gradient of the first batch of a fit with that of a single process, and warn if
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
-            So are those of the epochs 1, 2, 4, 8 and so on, as 0.5 % of the time allows: a loss may get a term later.
+            So are batches 1, 2, 4, 8 and so on, for 0.5 s in all, then for 0.5 % of the time: a term may come later.
             ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
             :func:`ddp_callbacks.verify_gradient`. Both call ``training_step``, and ``validation_step`` and
             ``test_step`` for the first batch of a loader, two or three times, on copies of the module that log nothing,

@@ -120,7 +120,7 @@ def _validation(mean: Mapping[str, float], waits: Mapping[str, float]) -> float:
 
 
 def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dict[str, float], dict[str, float]]:
-    """Return a number of steps, and the mean seconds of one, and those of its waits, by part.
+    """Return a number of steps, and the mean seconds of one, without comparisons, and those of its waits, by part.
 
     If few steps came after ``before``, all count but those of the first message, which compare the first batch.
     """
@@ -132,6 +132,9 @@ def _mean(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, dic
         return float(sum(spent)) / len(ends)
 
     seconds, waits = ({part: mean(kind, part) for part in PARTS} for kind in ("seconds", "waits"))
+    for each, end in ends.items():
+        compared = end["compared"] - begins[each].get("compared", end["compared"])
+        seconds[BETWEEN] -= compared / max(steps[each], 1) / len(ends)
     return min(steps.values()), seconds, waits
 
 

@@ -294,7 +294,7 @@ def _of_job(data: Data) -> Iterator[str]:
     if shares[OTHER] > _QUARTER and (pace is None or _excess(parts, pace) != OTHER):
         is_check = sum(each["compared"] for each in data["ranks"]) > _MOSTLY * sum(own[OTHER] for own in parts)
         what = (
-            "most of it to compare the first batch with one process, which verify=None leaves out."
+            "most of it to compare batches with one process, which verify=None leaves out."
             if is_check
             else "in the optimizer, checkpoints, callbacks or loggers. A profiler, such as Lightning's, tells in "
             "which; ddprun stacks shows where the ranks are just now."

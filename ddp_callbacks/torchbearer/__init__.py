@@ -5,7 +5,7 @@ Torchbearer's events in order, and the callbacks that handle them::
     on_init                    RankZeroOutput silences the other ranks' writers, StopTogether moves to the end
     on_start                   BroadcastParameters, ShardData, SynchronizeBuffers
       on_start_training        AllReduceGradients begins; then ReduceMetrics, after all callbacks
-        on_sample              ShardData sets this rank's share; AllReduceGradients may verify the first batch; Flatten
+        on_sample              ShardData sets this rank's share; AllReduceGradients may verify the batch; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
           on_criterion         callbacks may add to the loss; then AllReduceGradients weighs it, or ends the closure

@@ -88,8 +88,8 @@ class AllReduceGradients(WeighsLoss):
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         verify: Compare the gradient of a Trial's first batch with that of a single process, on copies of its model and
             criterion. ``"first_batch"``: a difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a
-            difference of more than 1 % is a warning, and what cannot be compared is left out. The first batches of
-            the epochs 1, 2, 4, 8 and so on are compared, too, as 0.5 % of the time allows.
+            difference of more than 1 % is a warning, and what cannot be compared is left out. Batches 1, 2, 4,
+            8 and so on are compared, too, for 0.5 s in all, then for 0.5 % of the time.
         skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
             infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
             ``on_criterion``: there is no backward and no ``on_backward``, gradients are ``None``, so the optimizer

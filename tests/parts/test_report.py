@@ -202,7 +202,7 @@ ADVICE = {
     ),
     "compared for long": (
         job({"between steps": 90.0}, {"between steps": 90.0}, compared=80.0),
-        ["56 % goes by between steps: most of it to compare the first batch with one process, which verify=None"],
+        ["56 % goes by between steps: most of it to compare batches with one process, which verify=None"],
     ),
     "it hung": (job({}, {"waiting": 90.0}, stepped=60.0), ["No rank took a step in the last 60 s: see what happened"]),
     "one was replaced": (

@@ -731,7 +731,9 @@ def judge(**options: Any) -> str:
 JUDGED = "the mean over the processes of what validation_step logs for its first batch is not that of one process: "
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 NORMALIZES = "normalizes by each process's part of the batch (BatchNorm), not as one process: sync_batchnorm=True"
-DATA = "the data set is not the same on every process: in the first batch, rank 1 has loaded other samples than rank 0"
+DATA = (
+    "the data set is not the same on every process: in a batch that is compared, rank 1 has loaded other samples than"
+)
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
     "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
@@ -887,7 +889,7 @@ def test_the_log_says_why_a_default_comparison_is_left_out() -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    assert any("The first batch is not compared" in each and "not an iterator" in each for each in records), records
+    assert any("A batch is not compared" in each and "not an iterator" in each for each in records), records
 
 
 @WORLD
