@@ -158,14 +158,17 @@ def test_the_prediction_is_plain_data_from_which_it_is_drawn() -> None:
     assert tags.count("circle") == 2 and "(prefers-color-scheme: dark)" in drawn and "script" not in tags
 
 
-def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, between: float = 0.0) -> dict[str, Any]:
-    """Ranks by node and steps, which took ``each`` seconds for each part of a step, and compared the first batch."""
+def moment(
+    *ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, between: float = 0.0, compared: float = 0.0
+) -> dict[str, Any]:
+    """Ranks by node and steps, which took ``each`` seconds for each part of a step, and compared some batches."""
 
     def times(steps: int) -> dict[str, Any]:
         waits = dict.fromkeys(PARTS, 0.0) | {"between steps": between * steps}
+        seconds = dict.fromkeys(PARTS, compares + each * steps)
         return {
             "steps": steps,
-            "seconds": dict.fromkeys(PARTS, compares + each * steps),
+            "seconds": seconds | {"between steps": seconds["between steps"] + compared},
             "waits": waits,
         }
 
@@ -179,6 +182,7 @@ def moment(*ranks: tuple[str, int], each: float = 0.01, compares: float = 0.0, b
             "batch": 64,
             "loads_all": False,
             "validated": [0, 0, 0],
+            "compared": compared,
         }
         for n, (node, steps) in enumerate(ranks)
     ]
@@ -192,6 +196,8 @@ def test_a_step_is_the_mean_after_the_first_ones() -> None:
     assert found.seconds == pytest.approx(5 * found.waiting)  # all parts but validation
     short = prediction.measured(moment(("a", 30)), moment(("a", 40), compares=9.0))  # of all steps but the first
     assert short.seconds == pytest.approx(0.05)
+    later = prediction.measured(moment(("a", 30)), moment(("a", 130), compared=0.5))
+    assert later.seconds == pytest.approx(0.05)
 
 
 def test_waits_for_what_one_rank_does_between_steps_are_no_waits_for_sums() -> None:
