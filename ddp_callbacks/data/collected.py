@@ -19,7 +19,6 @@ from ddp_callbacks.data.own_code import carried_by, counts_sizes, enclosed, func
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
-_LEAST = 2  # new entries: one may be that of a pass
 _LARGEST = 1 << 20  # numbers in an array that is compared
 _ENTRIES = 100  # of a list or dict, in which to look for more
 _SMALL = 1 << 12  # numbers in an array that is an entry
@@ -65,12 +64,15 @@ class Collected:
         self._begun: dict[str, float] = {}  # numbers before the first batch
         self.counts: list[float] = []
 
-    def begin(self, owners: Iterable[Any], carried: Iterable[str] = ()) -> None:
+    def begin(self, owners: Iterable[Any], carried: Iterable[str] = (), least: int = 2) -> None:
         """Note, before the first batch, what these objects hold.
 
         Args:
             carried: Attributes that carry something from batch to batch, in addition to those that their code names.
+            least: From how many new entries on a list counts. The first may be that of a pass, or of a comparison, for
+                which all ranks compute a whole batch.
         """
+        self._least = least
         self._owners = [each for each in owners if may_collect(each)]
         self._modules = [each for each in self._owners if isinstance(each, torch.nn.Module)]
         self._owners += [layer for module in self._modules for layer in _own_layers(module)]
@@ -114,7 +116,7 @@ class Collected:
                 with suppress(Exception):
                     if _whole(name) in self._warned or (_is_entry(name, held) and name not in self._before):
                         continue
-                    new = _new_in(held, self._before.get(name), self._is_carried(name, held))
+                    new = _new_in(held, self._before.get(name), self._is_carried(name, held), self._least)
                     if new is not None and not _is_moment(new, seconds):
                         self._new[name] = new if _is_numbers(new) else checksum_of(new)
         for name, number in self._numbers():
@@ -202,11 +204,12 @@ def _mark(held: Any) -> Any:
     return [*held] if is_short else len(held)
 
 
-def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
+def _new_in(held: Any, before: Any, is_carried: bool, least: int) -> Any:
     """Return what has changed since :func:`_mark`: new numbers, or the last of other entries; ``None`` if nothing has.
 
     Args:
         is_carried: Whether an array in place of another one is the same, changed.
+        least: See :meth:`Collected.begin`.
     """
     if isinstance(held, int | float):
         return held if held != before else None
@@ -215,9 +218,9 @@ def _new_in(held: Any, before: Any, is_carried: bool) -> Any:
         if len(held) == len(before) and [*held] != before:
             return [*held]
         length = len(before)
-    if _length(held) - length >= _LEAST:  # the first may be of a comparison, for which all ranks compute a whole batch
+    if (first := length + least - 1) < _length(held):
         is_short = isinstance(before, list) and type(held[-1]) in (int, float)
-        return [*held][length + 1 :] if is_short else [held[length + 1], held[-1]]  # all ranks may compute the last
+        return [*held][first:] if is_short else [held[first], held[-1]]  # all ranks may compute the last
     is_same = is_array(held) and (is_carried or held is known())
     return held if is_same and _size(held) <= _LARGEST and checksum_of(held) != checksum else None
 

@@ -110,7 +110,7 @@ class Run:
         kind = epoch_loop.automatic_optimization.output_result_cls
         self._exit.replace(kind, "from_training_step_output", _without_skipped)
         if trainer.predicting:
-            self._exit.before(trainer.predict_loop, "on_run_start", lambda: self._collected.begin(self._collectors))
+            self._exit.before(trainer.predict_loop, "on_run_start", self._before_prediction)
             self._exit.before(trainer.predict_loop, _parts.PREDICT_EPOCH_END, self._of_evaluation.end)
             Predictions(trainer, self._exit, self._draws)
 
@@ -438,6 +438,9 @@ class Run:
             self.merge_buffers()
         self._collected.end()
         results.counts = self._collected.counts
+
+    def _before_prediction(self) -> None:
+        self._collected.begin(self._collectors, least=1)  # nothing is compared
 
     def _before_epoch_end(self) -> None:
         results, random_state = _logged.results_of(self._trainer), self.random_state

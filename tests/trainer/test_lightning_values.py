@@ -298,7 +298,7 @@ def collecting() -> Any:
     rows = loader(48, 8, shuffle=True), loader(12, 4, 9)
     fits = [warned(lambda way=way: fit(OURS, PrintsAScore(way), *rows), "collects") for way in ways]
     fits.append([text.replace("BesideAMetric", "") for text in warned(beside_a_metric, "collects")])
-    new = [lambda way=way: trainer(OURS).predict(PrintsAScore(way), rows[0]) for way in ways]
+    new = [lambda way=way: trainer(OURS).predict(PrintsAScore(way), loader(16, 8)) for way in ways]  # a batch each
     return fits, [warned(each, "collects") for each in new]
 
 
