@@ -403,7 +403,7 @@ def _differing(
             joint[name] = _joined(parts, next(iter(ways)))
     repeated = again() if joint else {}
     computation.operations.update(found)  # once nothing more is computed
-    named = [f"{n} ({own:.4g} for {expected[n]:.4g})" for n, own in joint.items() if repeated.get(n) == expected[n]]
+    named = [f"{n} ({own:.6g} for {expected[n]:.6g})" for n, own in joint.items() if repeated.get(n) == expected[n]]
     if not joint or not broadcast_object(named, PURPOSE, group):
         return ""
     remedy = _LOG_A_MEAN

@@ -63,8 +63,8 @@ class MetricCheck:
         if math.isfinite(whole) and not math.isclose(joined, whole, rel_tol=_rounding(rows[0][0]), abs_tol=1e-6):
             self._told.add(name)
             warn(
-                f"The metric {name} is no mean over samples: of the first batch it is {whole:.4g}, but the mean over "
-                f"the parts that the processes have is {joined:.4g}, and so in each batch. {REMEDY}"
+                f"The metric {name} is no mean over samples: of the first batch it is {whole:.6g}, but the mean over "
+                f"the parts that the processes have is {joined:.6g}, and so in each batch. {REMEDY}"
             )
 
 
