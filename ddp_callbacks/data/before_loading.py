@@ -136,8 +136,7 @@ class BeforeLoading(DividedLoader):
         with spared_workers(self.loader):
             batches = iter(self.loader)
         note_workers(self._original, has_persistent_workers(self.loader))
-        if start and start.position and start.position["drawn"]:
-            self._order.begin()
+        self._order.resume()
         loaded = batches if self._loading is None else self._loaded(batches, self._loading)
         if not is_torchs_iterator(batches):
             self._refuse_thread(batches)

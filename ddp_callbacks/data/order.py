@@ -63,7 +63,8 @@ class Order(Iterable[Any]):
         self._again: list[Any] = []  # the next block, if an earlier run drew it
         self._is_over = False
         self._drawn, self._last = 0, None  # number of batches drawn; the last one
-        self._position = start.position if start and start.position and start.position["drawn"] else None
+        self._is_called, position = False, start.position if start else None
+        self._position = position if position and (position["drawn"] or position.get("called")) else None
         if self._position:
             self._drawn = min(self._position["batches"] * divider.per_step, self._position["drawn"])
         self.seed = self._position["seed"] if self._position else 0
@@ -75,12 +76,17 @@ class Order(Iterable[Any]):
         torch may call it repeatedly; the last call begins the pass.
         """
         if self._position is None and not inspect.isgeneratorfunction(type(self._sampler).__iter__):
-            self._batches = self._begin = None
+            self._batches, self._begin, self._is_called = None, None, True
             self._exchange(self._begin_anew)
 
     def _begin_anew(self) -> list[Any]:
         self._go_to(0)
         return []
+
+    def resume(self) -> None:
+        """On ranks that run the sampler, move it to the position of an earlier run, if there is one. Local."""
+        if self._position:
+            self.begin()
 
     def begin(self) -> None:
         """On ranks that run the sampler, move it to the position of an earlier run, or to the first batch. Local."""
@@ -107,6 +113,9 @@ class Order(Iterable[Any]):
 
     def _draw_again(self, position: Mapping[str, Any]) -> None:
         """Draw again the batches that an earlier run drew but did not use, at least one, and compare the last one."""
+        if not position["drawn"]:
+            self._go_to(0)
+            return
         unused = position["drawn"] - self._drawn
         again = max(1, unused)
         self._go_to(position["drawn"] - again)
@@ -194,7 +203,7 @@ class Order(Iterable[Any]):
         if self._position:
             return self._position
         found = {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
-        return found | {"attributes": self._attributes}
+        return found | {"attributes": self._attributes, "called": self._is_called}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

@@ -758,7 +758,7 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "metrics of the mean of a part": (
         lambda: trainer_tells(HasMetrics()),
-        "MaxMetric largest (1.04808 for 0.984842), SumMetric total (1.8432 for 0.984842), CatMetric all (2 for 1). These",
+        "MaxMetric largest (1.04808 for 0.984842), SumMetric total (1.8432 for 0.984842), CatMetric all (2 for 1). ",
     ),
     "a validation that is to be silent": (lambda: judge(verify=None), ""),
     "what is logged with a wrong weight": (
