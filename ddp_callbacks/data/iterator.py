@@ -249,6 +249,8 @@ class ShardedIterator(Iterator[Any]):
             self.current.is_over = True
             raise
         self._steps.append(step := self.current.hand_out())
+        if len(self._steps) > 2:  # hosts draw one batch ahead; a loop may take none, and must not keep all
+            self._steps[-3] = self._steps[-3]._replace(batches=[])
         self.samples = step.share.total
         return part
 

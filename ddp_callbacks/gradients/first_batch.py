@@ -321,7 +321,7 @@ class GradientsOnCopies:
         self, stack: ExitStack, batch: Any, rows: Rows | None, change: float
     ) -> tuple[nn.Module, torch.Tensor, dict[str, float]]:
         copies = self._attempt_here(lambda: copies_of(self._computation, stack, self._is_strict))
-        _change(copies[0], self._buffers, change)
+        _set_values(copies[0], self._buffers, change)
         stack.enter_context(self._computation.drawing(rows, copies))
         loss = self._attempt_here(lambda: self._computation.compute(copies, batch))
         return copies[0], loss, dict(self._computation.logged())
@@ -341,7 +341,7 @@ def _buffers_of_rank_zero(module: nn.Module, group: dist.ProcessGroup | None) ->
 
 
 @torch.no_grad()
-def _change(module: nn.Module, buffers: Mapping[str, torch.Tensor], change: float) -> None:
+def _set_values(module: nn.Module, buffers: Mapping[str, torch.Tensor], change: float) -> None:
     for name, buffer in buffers.items():
         module.get_buffer(name).copy_(buffer)
     generator = torch.Generator().manual_seed(0)

@@ -432,6 +432,12 @@ def test_a_loader_that_drops_rows_or_loads_in_a_thread_in_its_iter_is_named() ->
         list(shard_loader(LoadsInAThread(NUMBERS, 4)))
 
 
+@WORLD
+def test_a_loop_without_shares_does_not_keep_its_batches() -> None:
+    part = shard_loader([torch.zeros(4, 2) for _ in range(9)])
+    assert len(list(part)) == 9 and sum(len(step.batches) for step in part.steps) == 2
+
+
 def leave_a_loop(dataset: Any) -> int:
     """How many workers it had."""
     part: Any = shard_loader(DataLoader(dataset, BATCH_SIZE, num_workers=2))
