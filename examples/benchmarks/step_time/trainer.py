@@ -35,11 +35,11 @@ Ways = dict[str, Callable[[], Any]]  # what makes each strategy
 STRATEGIES: Ways = {
     "ddp": lambda: "ddp",
     "ddp_find_unused_parameters_true": lambda: "ddp_find_unused_parameters_true",
-    "ddp_callbacks": lambda: "ddp_callbacks",
+    "ddp_callbacks": lambda: CallbackStrategy(verify=None),
 }
 OF_DRAWS: Ways = {
-    "each its own": lambda: CallbackStrategy(randomness="by_process"),
-    "as one process": lambda: "ddp_callbacks",
+    "each its own": lambda: CallbackStrategy(verify=None, randomness="by_process"),
+    "as one process": lambda: CallbackStrategy(verify=None),
 }
 WARM_UP = 5  # steps that are not timed
 
@@ -124,7 +124,7 @@ def time_block(strategy: Any, model: nn.Module, workload: Workload, steps: int, 
     """Seconds per step."""
     world_size, steps = dist.get_world_size(), steps + WARM_UP
     # ddp_callbacks divides a batch among the processes, ddp gives each its own.
-    divides = isinstance(strategy, CallbackStrategy) or strategy == "ddp_callbacks"
+    divides = isinstance(strategy, CallbackStrategy)
     batch = workload.batch * (world_size if divides else 1)
     samples = workload.batch * world_size * 64
     data = TensorDataset(torch.randn(samples, *workload.sample), torch.randint(0, 10, (samples,)))
