@@ -63,7 +63,7 @@ nitpick_ignore_regex = [  # what is not described here: other libraries, and nam
     ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py|collections|contextlib|datetime|io|os|signal|types|typing|dist)\b.*"),
     (
         "py:.*",
-        "ddp_callbacks.torchbearer.(base.Call|base.LocalStates|metrics.MetricsPass)|ddp_callbacks.checkpoints.format.LocalStates|ddp_callbacks.data.iterator.(DividedLoader|Pass)|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Every|OnDivergence|Randomness|Reduction|SkipBatch|Sync|Verify|Weight",
+        "ddp_callbacks.torchbearer.(base.Call|base.LocalStates|metrics.MetricsPass)|ddp_callbacks.checkpoints.format.LocalStates|ddp_callbacks.data.iterator.(DividedLoader|Pass)|ddp_callbacks.data.shares.Step|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Every|OnDivergence|Randomness|Reduction|SkipBatch|Sync|Verify|Weight",
     ),
 ]
 
