@@ -60,7 +60,8 @@ napoleon_use_ivar = True
 python_maximum_signature_line_length = 90
 nitpicky = True
 nitpick_ignore_regex = [  # what is not described here: other libraries, and names for types
-    ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py|collections|contextlib|datetime|io|os|signal|types|typing|dist)\b.*"),
+    ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py)\b.*"),
+    ("py:.*", r"(collections|contextlib|datetime|io|os|signal|types|typing|dist)\b.*"),
     (
         "py:.*",
         "ddp_callbacks.torchbearer.(base.Call|base.LocalStates|metrics.MetricsPass)|ddp_callbacks.checkpoints.format.LocalStates|ddp_callbacks.data.iterator.(DividedLoader|Pass)|ddp_callbacks.data.shares.Step|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Every|OnDivergence|Randomness|Reduction|SkipBatch|Sync|Verify|Weight",
