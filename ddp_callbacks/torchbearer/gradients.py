@@ -167,7 +167,7 @@ class AllReduceGradients(WeighsLoss):
 
     def on_sample(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        steps = max(0, state[torchbearer.STEPS])  # -1: the epoch does not end
+        steps = max(0, state[torchbearer.STEPS] or 0)  # -1: the epoch does not end
         if self._comparisons.is_due(state[torchbearer.EPOCH] * steps + state[torchbearer.BATCH]):
             self._verify_batch(state)
         self._rounds_before = synchronizer.rounds
