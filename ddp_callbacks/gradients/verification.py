@@ -270,7 +270,7 @@ def check_logged(computation: Computation, load: Callable[[], FirstBatch], step:
             if text := _differing(computation, logged, lambda: attempt(computed.logs_of_whole), group):
                 computed.draws.require_told()
                 raise MismatchError(
-                    f"the mean over the processes of what {step} logs for its first batch is not that of one process: "
+                    f"the mean over the processes of what {step} logs for a batch is not that of one process: "
                     f"{text}{computed.draws.remedy()}"
                 )
             ways = [*computation.operations.values()]

@@ -272,7 +272,7 @@ class Run:
         self._trainer.strategy.operations.update({f"training_step.{name}": "sum" for name in common})
 
     def compare(self, step: str, arguments: Sequence[Any]) -> None:
-        """Compare what a step logs for the first batch of a loader with one process, if it is due. A collective then.
+        """Compare what a step logs for a batch with one process, if it is due. A collective then.
 
         Args:
             arguments: Those of the step after the batch.

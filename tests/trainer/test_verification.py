@@ -728,7 +728,7 @@ def judge(**options: Any) -> str:
     return told(lambda: fit(CallbackStrategy(**options), Judges(), loader(29, 8), loader(13, 7, 9)))
 
 
-JUDGED = "the mean over the processes of what validation_step logs for its first batch is not that of one process: "
+JUDGED = "the mean over the processes of what validation_step logs for a batch is not that of one process: "
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 NORMALIZES = "normalizes by each process's part of the batch (BatchNorm), not as one process: sync_batchnorm=True"
 DATA = (
