@@ -46,9 +46,11 @@ class Held(torch.nn.Module):
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield all modules, the last of which has the parameters that none of the others has."""
         found: set[torch.nn.Module] = set() if memo is None else memo
+        known: set[int] = set()
         for name, part in self._parts:
-            yield from part.named_modules(found, name, remove_duplicate)
-        known = {id(parameter) for _, part in self._parts for parameter in part.parameters()}
+            for of_layer, layer in part.named_modules(found, name, remove_duplicate):
+                known.update(map(id, content_of(layer)[0].values()))
+                yield of_layer, layer
         unknown = {id(each): each for each in self.trained() if id(each) not in known}
         loose = torch.nn.Module()
         content_of(loose)[0].update({str(number): each for number, each in enumerate(unknown.values())})
@@ -115,12 +117,7 @@ class Parameters:
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that the module's ``state_dict`` has, by name."""
-    caches = {
-        id(buffer)
-        for layer in module.modules()
-        for name, buffer in layer.named_buffers(recurse=False)
-        if name in non_persistent_buffers(layer)
-    }
+    caches = {id(getattr(layer, name)) for layer in module.modules() for name in non_persistent_buffers(layer)}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in caches}
 
 

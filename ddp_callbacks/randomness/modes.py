@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -111,6 +112,7 @@ class DrawingOperators(TorchDispatchMode):
         self.dims = BatchDims() if dims is None else dims
         self.counts_of_layers = Counter[str]()
         self._module, self._rank = module, rank
+        self._names = WeakKeyDictionary[nn.Module, str]()  # of the layers, when one drew first
         self._place: Hashable = None
         self._drawn = 0  # number of draws at this place
         self._layer: Any = None  # that draws
@@ -259,13 +261,19 @@ class DrawingOperators(TorchDispatchMode):
 
     def _name(self) -> str:
         """Return the name of the layer that draws, or the line; if it is the whole module, or a callback, both."""
-        names = (name for name, layer in self._module.named_modules() if layer is self._layer)
         owner = self._owner if self._layer is None else self._layer
         if owner is None:
             return _line()
         kind = type(owner)
         is_of_library = kind.__module__.partition(".")[0] in ("torch", *_HOSTS)
-        return next(names, "") or kind.__name__ + ("" if is_of_library else f" ({_line()})")
+        return self._name_in_module() or kind.__name__ + ("" if is_of_library else f" ({_line()})")
+
+    def _name_in_module(self) -> str:
+        if self._layer is None:
+            return ""
+        if self._layer not in self._names:
+            self._names.update({layer: name for name, layer in self._module.named_modules()})
+        return self._names.setdefault(self._layer, "")
 
 
 def _line() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -501,6 +501,22 @@ def test_attention_that_draws_nothing_in_an_evaluation_is_no_draw() -> None:
         drawn(draws, lambda x: attention(x, x, x, need_weights=False)[0], 4, 9)
         drawn(draws, lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]), 4, 9)
     draws.warn()
+
+
+def test_an_epoch_of_a_model_with_many_dropout_layers_looks_for_their_names_once() -> None:
+    walks: list[nn.Module] = []
+
+    class Layered(nn.Sequential):
+        def named_modules(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Module]]:
+            walks.append(self)
+            return super().named_modules(*args, **kwargs)
+
+    model = Layered(*(nn.Dropout(0.5) for _ in range(50)))
+    draws = WholeDraws(model, 0)
+    for _ in range(3):
+        drawn(draws, model, 4, 9)
+        assert [*draws.report()[-1]] == sorted(str(number) for number in range(50))
+    assert len(walks) == 1
 
 
 def test_a_model_that_draws_nothing_is_only_watched() -> None:
