@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.nested import is_array
-from ddp_callbacks.data.own_code import carried_by, counts_sizes, enclosed, functions_of, is_own, measures
+from ddp_callbacks.data.own_code import carried_by, counts_sizes, enclosed, functions_of, is_own, read_clocks
 from ddp_callbacks.errors import warn
 from ddp_callbacks.process_group.presence import exchanges_by_now
 
@@ -25,6 +26,7 @@ _SMALL = 1 << 12  # numbers in an array that is an entry
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
 OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
+REPLACED = 0  # instead of a checksum: another array is in its place, which each process may have of its last batch
 EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
@@ -79,26 +81,31 @@ class Collected:
         self._before, self._new, self._begin = {}, {}, time.monotonic()
         self._carried, self._sizes = {*carried, *(name for each in self._owners for name in carried_by(each))}, set()
         trained = _memory_of(self._modules)
-        with suppress(Exception):  # an object of the user's may not answer what it is asked
-            for name, held in _held_by(self._owners):
-                with suppress(Exception):
-                    if not (_is_entry(name, held) and _memory(held) in trained):  # of a state_dict
-                        self._before[name] = _mark(held)
+        found = self._held_now()
+        for name, held in found:
+            with suppress(Exception):
+                if not (_is_entry(name, held) and _memory(held) in trained):  # of a state_dict
+                    self._before[name] = _mark(held)
         self._samples = self._batches = 0
-        self._begun, self.counts = dict(self._numbers()), []
+        self._begun, self.counts = dict(self._numbers(found)), []
 
     def note(self, samples: int) -> None:
         """Note that a batch begins, of which this rank has so many samples."""
         self._samples, self._batches = self._samples + samples, self._batches + 1
         self._sizes.add(samples)
 
-    def _numbers(self) -> Iterator[tuple[str, float]]:
+    def _held_now(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        with suppress(Exception):  # an object of the user's may not answer what it is asked
+            found.extend(_held_by(self._owners))
+        return found
+
+    def _numbers(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
         buffers = [each.named_buffers(type(each).__name__) for each in self._modules]
-        with suppress(Exception):
-            for name, held in itertools.chain(_held_by(self._owners), *buffers):
-                with suppress(Exception):
-                    if isinstance(held, int | float) or _size(held) == 1:
-                        yield name, float(held.detach() if isinstance(held, torch.Tensor) else held)
+        for name, held in itertools.chain(found, *buffers):
+            with suppress(Exception):
+                if isinstance(held, int | float) or _size(held) == 1:
+                    yield name, float(held.detach() if isinstance(held, torch.Tensor) else held)
 
     def is_count(self, name: str, grown: float) -> bool:
         """Whether this has counted the samples of the parts, or so many for each by the sizes that its code reads."""
@@ -111,15 +118,17 @@ class Collected:
     def end(self) -> None:
         """Note, after the last batch, what has changed."""
         seconds = time.monotonic() - self._begin
-        with suppress(Exception):
-            for name, held in _held_by(self._owners):
-                with suppress(Exception):
-                    if _whole(name) in self._warned or (_is_entry(name, held) and name not in self._before):
-                        continue
-                    new = _new_in(held, self._before.get(name), self._is_carried(name, held), self._least)
-                    if new is not None and not _is_moment(new, seconds):
-                        self._new[name] = new if _is_numbers(new) else checksum_of(new)
-        for name, number in self._numbers():
+        found = self._held_now()
+        for name, held in found:
+            with suppress(Exception):
+                if _whole(name) in self._warned or (_is_entry(name, held) and name not in self._before):
+                    continue
+                new = _new_in(held, self._before.get(name), self._is_carried(name, held), self._least)
+                if new is not None and not _is_moment(new, seconds):
+                    self._new[name] = new if _is_numbers(new) else checksum_of(new)
+                elif new is None and _is_entry(name, held) and checksum_of(held) != self._before[name][-1]:
+                    self._new[name] = REPLACED
+        for name, number in self._numbers(found):
             if self.is_count(name, number - self._begun.get(name, 0.0)):
                 self.counts.append(number)
                 self._new |= {} if _whole(name) in self._warned else {name: OF_PART}
@@ -152,12 +161,17 @@ class Collected:
         """Warn on rank 0 of what differs between the ranks: see :meth:`checksums`."""
         first, *others = of_ranks
         differ = {name for name in first for other in others if _differ(first[name], other.get(name))}
+        differ |= {name for name in first for other in others if self._has_others(name, other)}
         names = [name for name, checksum in first.items() if name in differ or checksum == OF_PART]
         wholes = Counter(map(_whole, names))
         self._warned.update(wholes)
         if names and rank == 0:
             shown = dict.fromkeys(name if wholes[_whole(name)] == 1 else _whole(name) for name in names)
             warn(COLLECTS.format(names=", ".join(shown)))
+
+    def _has_others(self, name: str, other: Mapping[str, Any]) -> bool:
+        """Whether another rank has changed other entries of a list or dict, such as those of its samples."""
+        return name in self._before and name not in other and _whole(name) in set(map(_whole, other)) - {name}
 
 
 def _is_numbers(new: Any) -> bool:
@@ -243,9 +257,10 @@ def _is_moment(value: Any, seconds: float) -> bool:
 def _held_by(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield what these objects, and objects of the user's that they have or name, may collect in, with names."""
     for owner in owners:
-        may_differ = measures(owner) and not isinstance(owner, torch.nn.Module)
+        functions = functions_of(owner)
+        may_differ = read_clocks(functions) and not isinstance(owner, torch.nn.Module)
         kinds = (list, deque, int) if may_differ else (list, deque, int, float)
-        for name, value in _known_to(owner):
+        for name, value in _known_to(owner, functions):
             yield from _within(name, value, kinds)
             is_searched = is_own(type(value)) or isinstance(value, Sampler)
             if is_searched and not isinstance(value, type | torch.nn.Module | Dataset | DataLoader):
@@ -261,11 +276,12 @@ def _own_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def _known_to(owner: Any) -> Iterator[tuple[str, Any]]:
+def _known_to(owner: Any, functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the variables outside of its functions that these name."""
-    own = list(getattr(owner, "__dict__", {}).items())
-    yield from ((f"{type(owner).__name__}.{name}", value) for name, value in own)
-    for function in functions_of(owner):
+    classes = [vars(kind) for kind in type(owner).__mro__ if is_own(kind)]
+    own = ChainMap(getattr(owner, "__dict__", {}), *map(dict, classes))
+    yield from ((f"{type(owner).__name__}.{name}", value) for name, value in list(own.items()))
+    for function in functions:
         named = function.__globals__
         yield from ((name, named[name]) for name in function.__code__.co_names if name in named)
         yield from enclosed(function).items()

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _CLOCKS = {
@@ -20,6 +20,7 @@ _MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"}
 _ASSIGNS = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"}
 _OF_VARIABLE = re.compile("_(FAST|NAME|GLOBAL|DEREF)")
+_MOST = 10_000  # objects that are looked at
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 
 
@@ -76,15 +77,63 @@ def enclosed(function: FunctionType) -> dict[str, Any]:
 
 def _named(function: FunctionType) -> Iterator[Any]:
     """Yield what a user's function names: global variables, and what its modules of the user's own have."""
-    names, known = names_in(function.__code__), function.__globals__
-    found = [known[name] for name in known.keys() & names] if is_own(function) else []
-    modules = [each for each in found if isinstance(each, ModuleType) and not is_of_library(each.__name__)]
-    return itertools.chain(found, (vars(each).get(name) for each in modules for name in names))
+    return (space[name] for space, names in _spaces(function) for name in names)
+
+
+def _spaces(function: FunctionType) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """Yield the global variables, and those of the user's modules among them, with the names that a function has."""
+    if is_own(function):
+        names, known = names_in(function.__code__), function.__globals__
+        yield known, known.keys() & names
+        for each in (known[name] for name in known.keys() & names):
+            if isinstance(each, ModuleType) and not is_of_library(each.__name__):
+                yield vars(each), vars(each).keys() & names
+
+
+class Reached:
+    """The program's own code that objects may run.
+
+    Attributes:
+        functions, classes: Those of the objects, and what these name, enclose or have as attributes.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.functions, self.classes = list[FunctionType](), list[type]()
+        pending, known = [*objects], dict[int, Any]()
+        while pending and len(known) < _MOST:
+            if id(each := pending.pop()) not in known:
+                known[id(each)] = each
+                pending += self._next(each)
+
+    def _next(self, each: Any) -> Iterable[Any]:
+        if isinstance(each, FunctionType):
+            self.functions += [each] * is_own(each)
+            return [*enclosed(each).values(), *_named(each)]
+        if isinstance(each, type):
+            self.classes += [each] * is_own(each)
+            return [*vars(each).values(), *each.__bases__] if is_own(each) else []
+        if isinstance(each, property | functools.partial | staticmethod | classmethod | MethodType):
+            return [getattr(each, name, None) for name in ("__func__", "__self__", "fget", "func")]
+        return [type(each), *getattr(each, "__dict__", {}).values()] if is_own(type(each)) else []
+
+    def globals(self) -> Iterator[tuple[dict[str, Any], set[str]]]:
+        """Yield dicts of global variables, and the names among these that the functions have."""
+        return itertools.chain.from_iterable(map(_spaces, self.functions))
+
+    def cells(self) -> list[CellType]:
+        """Return the variables that the functions have from where they are defined."""
+        cells = (cell for each in self.functions for cell in each.__closure__ or ())
+        return [cell for cell in cells if cell != CellType()]  # some may be empty yet
 
 
 def measures(owner: Any) -> bool:
     """Whether a function of an object reads a clock, or how much memory is used."""
-    return any(not _CLOCKS.isdisjoint(names) for names in _names(owner))
+    return read_clocks(functions_of(owner))
+
+
+def read_clocks(functions: Iterable[FunctionType]) -> bool:
+    """Whether one of these reads a clock, or how much memory is used."""
+    return any(not _CLOCKS.isdisjoint(each.__code__.co_names) for each in functions)
 
 
 def running_in(code: CodeType) -> set[str]:
@@ -128,7 +177,8 @@ def names_measure(name: str) -> bool:
 
 def counts_sizes(owner: Any, attribute: str) -> bool:
     """Whether a function of an object may add the sizes of what it gets to an attribute, without all processes'."""
-    return any(attribute in names and reads_sizes(names) for names in _names(owner))
+    names_of_functions = (each.__code__.co_names for each in functions_of(owner))
+    return any(attribute in names and reads_sizes(names) for names in names_of_functions)
 
 
 def reads_sizes(names: Iterable[str]) -> bool:
@@ -152,7 +202,3 @@ def _carried(code: CodeType) -> frozenset[str]:
         elif each.opname == "STORE_SUBSCR":  # an entry, of what was read last, but for the key
             carried.update(name for name in read[-2:] if read.count(name) > 1)
     return frozenset(carried)
-
-
-def _names(owner: Any) -> Iterator[tuple[str, ...]]:
-    return (each.__code__.co_names for each in functions_of(owner))

@@ -8,7 +8,8 @@
 - :mod:`.weighing`: what each rank's loss counts; :mod:`.cross_entropy`: what a mean cross entropy is divided by;
   :mod:`.loss_watch`: is the loss a number
 - :mod:`.verification`: is the sum the gradient of the whole batch; :mod:`.first_batch` computes both, on
-  :mod:`.copies` of the model, which leave no trace; :mod:`.side_effects`: nor do the files that a step writes
+  :mod:`.copies` of the model, and of variables :mod:`.outside` of it, which leave no trace; :mod:`.side_effects`: nor
+  do the files that a step writes
 """
 
 from ddp_callbacks.gradients.synchronizer import GradientSynchronizer

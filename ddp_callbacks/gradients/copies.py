@@ -7,7 +7,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_callbacks._torch import forward_hooks, lazy_copy
+from ddp_callbacks._torch import lazy_copy
 from ddp_callbacks.replacement import Replacements
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
@@ -136,13 +135,3 @@ def _lazy(tensor: Any) -> torch.Tensor | None:
         if type(tensor) is torch.Tensor and (tensor.grad_fn is not None or not tensor.requires_grad):
             return lazy_copy(tensor.detach())
     return None
-
-
-def shares_state(part: Any) -> bool:
-    """Whether a copy shares state with its original: what a function, or a function among a layer's hooks, closes over.
-
-    Functions are not copied.
-    """
-    layers = part.modules() if isinstance(part, nn.Module) else ()
-    hooks = [hook for layer in layers for hook in forward_hooks(layer)]
-    return any(isinstance(each, FunctionType) and each.__closure__ for each in (part, *hooks))

@@ -24,7 +24,8 @@ from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_ra
 from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.gradients.copies import calling_only, copied, shares_state
+from ddp_callbacks.gradients.copies import calling_only, copied
+from ddp_callbacks.gradients.outside import outside_copied
 from ddp_callbacks.gradients.side_effects import refusing_collectives, warn_of_files, writing_nowhere
 from ddp_callbacks.gradients.weighing import silence
 from ddp_callbacks.process_group.default_group import as_one_process, in_step
@@ -189,10 +190,9 @@ class Draws:
 
 
 def check_comparable(parts: Sequence[Any]) -> bool:
-    """Raise unless a comparison is useful for this model, and leaves no trace."""
-    layers = list(parts[0].modules())
-    if any(normalizes_by_part(layer, always=True) for layer in layers) or any(map(shares_state, parts)):
-        raise ConfigurationError("the model has BatchNorm without running statistics, or closures.")
+    """Raise unless a comparison is useful for this model."""
+    if any(normalizes_by_part(layer, always=True) for layer in parts[0].modules()):
+        raise ConfigurationError("the model has BatchNorm without running statistics.")
     return True
 
 
@@ -213,7 +213,7 @@ def attempt_on_all(group: dist.ProcessGroup | None, is_strict: bool, compute: Ca
         found = compute()
     except Exception as error:  # also if memory does not suffice
         failure = error
-    if any_rank(found is None, PURPOSE, group):
+    if any_rank(failure is not None, PURPOSE, group):
         raise ConfigurationError(f"the gradient cannot be computed during training ({failure!r} on this rank).")
     return found
 
@@ -374,6 +374,7 @@ def copies_of(computation: Computation, stack: ExitStack, is_strict: bool) -> li
             f'verify="first_batch" computes copies, but copy.deepcopy cannot copy {names} '
             f"({type(error).__name__}: {error}). Keep outside what cannot be copied, or leave out verify."
         ) from error
+    stack.enter_context(outside_copied(computation.parts, memo))
     if not is_strict:
         stack.enter_context(calling_only(memo, computation.made))
     synchronize_copy(computation.parts[0], copies[0])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks.batch_norm.layers import unsynchronized
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.nested import arrays_in
 from ddp_callbacks.data.shares import Share
@@ -46,7 +47,7 @@ Verify = Literal["warn", "first_batch"]
 
 OF_RANK_ZERO = "rank 0"
 """In place of an operation: what a step gives to a logger itself is that of rank 0's part."""
-_FREELY, _RARELY = 0.5, 200  # seconds of comparisons in all; then, times as long as one takes until the next
+_FREELY, _RARELY = 0.5, 200  # seconds of comparisons at first; then, times as long as one takes until the next
 _TELLING, _EXACT = 0.01, 0.001  # of the largest gradient: a difference to tell, and in float64; rounding makes less
 _OWN = 0.1  # a tenth of that is told, too, if it is so much of the largest gradient of its own parameter
 _NEGLIGIBLE, _ROUNDINGS = 1e-5, 64  # of the largest gradient, and of its dtype's: smaller differences are left alone
@@ -76,6 +77,12 @@ _COMMUNICATES = (
 _PADDED = (
     "The parts have other lengths than the whole batch: collate_fn pads each to its own longest sample. If the model "
     "or the loss sees the padding, pad all to one length. Otherwise: "
+)
+_OWN_VALUE = (
+    "rank {rank} computes other gradients than rank 0 of the same batch: the step or a hook reads a value that each "
+    "process has for itself, such as a logged one (trainer.callback_metrics), or one that follows the samples of its "
+    "part. Compute it from all of them: self.all_gather(value) of a LightningModule, or all_gather_object(value, "
+    "'what') of ddp_callbacks.comm."
 )
 _log = logging.getLogger("ddp_callbacks")
 
@@ -116,8 +123,8 @@ def verify_gradient(
 
     Each rank computes ``part`` and ``whole``, each on a copy of ``module``, in which dropout layers are off. If the
     gradients differ, it computes ``whole`` once more, to see whether the model draws random numbers. The module and the
-    global random states do not change. What ``loss_of`` changes elsewhere stays changed. With a single process it does
-    nothing.
+    global random states do not change, nor do variables that its code names (:mod:`.outside`). With a single process it
+    does nothing.
 
     Args:
         module: The gradients of its trainable parameters are compared, on rank 0. ``copy.deepcopy`` must accept it.
@@ -140,10 +147,11 @@ def verify_gradient(
 
 
 class Comparisons:
-    """Compares the first batch of a training, and, to warn, the second, third, fifth, ninth and so on, as time allows.
+    """Compares the first batch of a training, and, to warn, later ones.
 
-    A loss may get a term later, or a mask that the first batch does not have. Comparisons take 0.5 s, then 0.5 % of the
-    time, at most. They end with the first difference, or the first that is not possible.
+    A loss may get a term later, or a mask that the first batch does not have. At first each comparison follows a third
+    of the batches before it later, for 0.5 s in all; then they take 0.5 % of the time. They end with the first
+    difference, or the first that is not possible.
 
     Args:
         verify: See :func:`check_first_batch`; ``None`` compares nothing.
@@ -155,11 +163,11 @@ class Comparisons:
     def __init__(self, verify: Verify | None) -> None:
         self.verify = verify
         self.called, self._has_told = "", False
-        self._batch = -1  # that was looked at last
-        self._end, self._seconds, self._spent = 0.0, 0.0, 0.0  # of the last comparison; of all
+        self._batch, self._next = -1, 0  # that was looked at last; that is compared next
+        self._compared, self._end, self._spent = 0, 0.0, 0.0  # the last comparison: its batch, and its end; all seconds
 
     def is_due(self, batch: int) -> bool:
-        """Whether to compare a batch. All ranks must call it for each batch; may be a collective.
+        """Whether to compare a batch. Equal on all ranks; local.
 
         Args:
             batch: Its number in the training, from 0.
@@ -167,12 +175,7 @@ class Comparisons:
         looked_at, self._batch = self._batch, batch
         if self.verify is None or looked_at == batch:  # LBFGS computes a batch repeatedly
             return False
-        if batch == 0:
-            return True
-        if self.verify != "warn" or batch & (batch - 1):  # no power of two
-            return False
-        has_time = self._spent < _FREELY or time.perf_counter() - self._end > _RARELY * self._seconds
-        return bool(broadcast_object(has_time, PURPOSE))
+        return batch >= self._next if self.verify == "warn" else not batch
 
     def compare(self, computation: Computation, load: Callable[[], FirstBatch]) -> None:
         """Compare the batch that is due; see :func:`check_first_batch`. A collective."""
@@ -182,12 +185,20 @@ class Comparisons:
         with nullcontext() if draws is None else draws.learning_nothing():  # time decides whether there is a later one
             agrees = check_first_batch(self.verify, computation, load, batch=self._batch)
         self.verify = self.verify if agrees and self.verify == "warn" else None
-        self._end = time.perf_counter()
-        self._seconds = self._end - begin
-        self._spent += self._seconds
+        seconds, until = time.perf_counter() - begin, self._until_next(begin)
+        self._compared, self._end, self._spent = self._batch, begin + seconds, self._spent + seconds
         if (report := recorder()) is not None:
-            report.compared += self._seconds
-        self.called = broadcast_object(next(iter(computation.refused), ""), PURPOSE)
+            report.compared += seconds
+        self.called, until = broadcast_object([next(iter(computation.refused), ""), until], PURPOSE)
+        self._next = self._batch + until
+
+    def _until_next(self, begin: float) -> int:
+        """Return the number of batches until the next comparison, at the end of one with this ``begin``."""
+        seconds, batches = time.perf_counter() - begin, self._batch - self._compared if self._end else 0
+        if self._spent + seconds < _FREELY:
+            return max(1, self._batch // 3)
+        per_batch = (begin - self._end) / batches if batches else seconds
+        return math.ceil(_RARELY * seconds / per_batch)
 
     def look(self, share: Share) -> None:
         """Warn on rank 0, once, of a loss that communicates, if the parts of a batch are unequal. Local.
@@ -213,8 +224,8 @@ def check_first_batch(
     For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
     ends without a warning if a rank cannot copy the module, or cannot load or compute its part or the whole batch,
     which may need more memory than a step, or if a module is called that is not copied, such as a global one. It does
-    not begin for a compiled model, with BatchNorm layers without running statistics, or if a copy would share state
-    with the original. A message at level ``DEBUG`` says why.
+    not begin for a compiled model, or with BatchNorm layers without running statistics. A message at level ``DEBUG``
+    says why.
 
     Args:
         load: Returns the batch; see :func:`verify_gradient`.
@@ -352,7 +363,7 @@ def _compare(
             "The model is random, or its gradients are not finite."
         )
     draws.require_told()
-    _require_same_batch(expected, group)
+    _require_same_batch(first.whole, expected, group)
     unweighed = _sum(found.own, 1 / found.fraction if found.fraction else 0.0, group)
     adds_up = _is_rounding(_differences(unweighed, expected), expected)
     name, most = max(zip(trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
@@ -435,10 +446,14 @@ def _right_ways(parts: Sequence[tuple[float, float]], ways: Iterable[str], value
     return [way for way in right if errors[way] <= least + _UNCLEAR * telling**2 * sizes[way]]
 
 
-def _require_same_batch(expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _require_same_batch(whole: Any, expected: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Raise if ranks have different gradients of the whole batch, which each of them has loaded. A collective."""
-    squares = all_gather_object(sum(float(gradient.norm()) ** 2 for gradient in expected), PURPOSE, group)
-    others = [rank for rank, own in enumerate(squares) if not math.isclose(own, squares[0], rel_tol=_TELLING)]
+    own = [checksum_of(whole), sum(float(gradient.norm()) ** 2 for gradient in expected)]
+    checksums, squares = zip(*all_gather_object(own, PURPOSE, group), strict=True)
+    rounding = 2 * math.sqrt(max(map(_epsilon, expected)))
+    others = [rank for rank, own in enumerate(squares) if not math.isclose(own, squares[0], rel_tol=rounding)]
+    if others and len({*checksums}) == 1:
+        raise MismatchError(_OWN_VALUE.format(rank=others[0]))
     if others:
         raise MismatchError(
             f"the data set is not the same on every process: in a batch that is compared, rank {others[0]} has "

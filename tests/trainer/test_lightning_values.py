@@ -12,7 +12,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -387,6 +387,22 @@ class Accumulates(Net):
         return loss
 
 
+class KeepsSamples(Net):
+    """Keeps something for each sample, and masks for the sizes of batches, as of the last batch of that size."""
+
+    table: ClassVar[dict[float, torch.Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[int, torch.Tensor] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0])
+        self.table |= {float(row[0]): output.detach() for row, output in zip(batch[0], outputs, strict=True)}
+        self.masks[len(batch[0])] = torch.ones(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
 class SumsItsPart(pl.Callback):
     """And weighs samples by its part."""
 
@@ -418,12 +434,13 @@ def accumulating() -> Any:
     fits = [
         lambda: fit(OURS, Accumulates(), loader(48, 8, shuffle=True), callbacks=[SumsItsPart()]),
         lambda: fit(OURS, Net(), loader(48, 8, shuffle=True), callbacks=[MeasuresTimes()]),
+        lambda: fit(OURS, KeepsSamples(), loader(48, 8, shuffle=True), max_epochs=2),
     ]
     return [text for each in fits for word in ("collects", "end of an epoch") for text in warned(each, word)]
 
 
 def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> None:
-    (text,) = WORLD.returned(accumulating)[0]
+    text, of_samples = WORLD.returned(accumulating)[0]
     names = (
         "baseline",
         "rows",
@@ -437,9 +454,10 @@ def test_what_a_program_accumulates_of_its_part_is_named_in_whatever_it_is() -> 
         "sums['n']",
         "slots[0]",
     )
-    others = "SumsItsPart.sampler.weights", "SumsItsPart.total", "Centers.center"
+    others = "SumsItsPart.total", "SumsItsPart.sampler.weights", "Centers.center"
     expected = ", ".join([*(f"Accumulates.{name}" for name in names), "SEEN", *others])
     assert text.startswith(f"each process collects in {expected} what it computes itself, so what you compute")
+    assert of_samples.startswith("each process collects in KeepsSamples.table what it computes itself")
 
 
 class Collects(Net):

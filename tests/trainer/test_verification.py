@@ -15,8 +15,10 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -422,13 +424,33 @@ class ReadsAGenerator(KnownOnly):
 
 
 class Watched(KnownOnly):
-    """By a hook that closes over a list, which a copy of the module would fill, too."""
+    """By a hook that closes over a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[int] = []
-        calls = self.calls
+        calls = list[int]()
         self.layers.register_forward_hook(lambda *_: calls.append(1))
+
+
+def closing_over(criterion: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda outputs, classes: criterion(outputs, classes)
+
+
+class WeighsClasses(Net):
+    """Its loss closes over the module that weighs the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = closing_over(nn.CrossEntropyLoss(torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.criterion(self(batch[0]), batch[1])
+
+
+class ReadsWhatItLogs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        last = float(self.trainer.callback_metrics.get("loss_step", 1.0))
+        return super().training_step(batch, batch_idx) * last
 
 
 MEAN_OF_KNOWN = functools.partial(F.cross_entropy, ignore_index=0)
@@ -552,6 +574,7 @@ def told(run: Callable[[], Any]) -> str:
             warnings.filterwarnings("always", f"the {begins}")
         warnings.filterwarnings("always", "rank 0 has computed no gradient")
         warnings.filterwarnings("always", "the step makes a ")
+        warnings.filterwarnings("always", "rank 1 computes other gradients than rank 0")
         warnings.filterwarnings("always", ".*weight= counts nothing")
         warnings.filterwarnings("always", BY_PART)
         found = outcome(run)
@@ -716,6 +739,10 @@ class Counts(Net):
 class Judges(KnownOnly):
     """Its validation logs a mean over the samples, one over the known targets, and a count."""
 
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.layers = self.layers.extend(more)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         hits = (self(batch[0]).argmax(1) == batch[1]).double()
         self.log("accuracy", hits.mean(), batch_size=len(hits))
@@ -724,8 +751,9 @@ class Judges(KnownOnly):
         self.log("spread", hits.std(correction=0))
 
 
-def judge(**options: Any) -> str:
-    return told(lambda: fit(CallbackStrategy(**options), Judges(), loader(29, 8), loader(13, 7, 9)))
+def judge(module: Net | None = None, **options: Any) -> str:
+    strategy = CallbackStrategy(**options)
+    return told(lambda: fit(strategy, module or Judges(), loader(29, 8), loader(13, 7, 9), sync_batchnorm=True))
 
 
 JUDGED = "the mean over the processes of what validation_step logs for a batch is not that of one process: "
@@ -814,7 +842,16 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "beside a large gradient": (lambda: trainer_tells(BesideALargeGradient()), f"{TELLS}for parameter layers."),
     "what cannot be copied": (lambda: trainer_tells(ReadsAGenerator()), ""),
     "what cannot be copied, and is not needed": (lambda: trainer_tells(HoldsALock()), TELLS),
-    "watched by a hook": (lambda: trainer_tells(Watched()), ""),
+    "watched by a hook": (lambda: trainer_tells(Watched()), TELLS),
+    "that closes over a module with class weights": (lambda: trainer_tells(WeighsClasses()), TELLS),
+    "that reads what each process has logged": (
+        lambda: told(lambda: fit(CallbackStrategy(), ReadsWhatItLogs(), loader(29, 8), logger=False)),
+        "rank 1 computes other gradients than rank 0 of the same batch: the step or a hook reads a value that each",
+    ),
+    "a validation with synchronized BatchNorm": (
+        lambda: judge(Judges(nn.BatchNorm1d(CLASSES, dtype=torch.float64))),
+        f"{JUDGED}spread (",
+    ),
     "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
     "a Trial with a loss of its own": (lambda: trial_tells(mean_of_known), TELLS),
     "a Trial with weight": (lambda: trial_tells(mean_of_known, weight=of_known), ""),
@@ -1028,9 +1065,11 @@ def test_a_term_that_a_loss_gets_later_is_warned_of_in_the_next_batch_that_is_co
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "_FREELY", 0)
         patch.setattr(verification, "_RARELY", 0)
-        found = [(16, late_term()), (4, told(lambda: trial(CriterionFromEpoch3()).run(9)))]
+        found = [(12, late_term()), (3, told(lambda: trial(CriterionFromEpoch3()).run(9)))]
         patch.setattr(verification, "_RARELY", 1e9)
         assert late_term() == ""
+        patch.setattr(verification, "_FREELY", 1e9)
+        found.append((22, late_term()))  # 13 and 17 have as many known targets in each part
     assert dist.get_rank() or all(text.count(tells.format(at)) == text.count("the grad") == 1 for at, text in found)
 
 
@@ -1061,6 +1100,59 @@ def test_comparisons_leave_no_trace() -> None:
             assert_equal(run(kind), run(kind, verify=None), 0.0)
 
 
+class Outside:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.calls, self.sizes, self.sum = 0, deque[int](), torch.zeros(())
+
+    def count(self, size: int) -> None:
+        self.calls, self.sizes = self.calls + 1, deque([*self.sizes, size])
+        self.sum += 1
+        Outside.calls += 1
+
+
+def counting() -> tuple[Callable[[], None], Callable[[], int]]:
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    return count, lambda: calls
+
+
+def tally(batch: Any) -> None:
+    tally.calls += 1  # type: ignore[attr-defined]
+
+
+CALLS, OF_BATCHES, OUTSIDE, (COUNT, COUNTED) = 0, {"all": [0], "of sizes": numpy.zeros(9)}, Outside(), counting()
+
+
+class CountsOutside(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        global CALLS
+        CALLS += 1
+        OF_BATCHES["all"][0] += 1
+        OF_BATCHES["of sizes"][len(batch[0])] += 1
+        OUTSIDE.count(len(batch[0]))
+        COUNT()
+        tally(batch)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_a_comparison_counts_nothing_that_a_step_counts_outside_of_its_module() -> None:
+    OUTSIDE.__init__()  # type: ignore[misc]
+    tally.calls = Outside.calls = 0  # type: ignore[attr-defined]
+    before = CALLS, OF_BATCHES["all"][0], COUNTED(), int(OF_BATCHES["of sizes"].sum())
+    fit(CallbackStrategy(), CountsOutside(), loader(29, 8), max_epochs=2)
+    after = CALLS, OF_BATCHES["all"][0], COUNTED(), int(OF_BATCHES["of sizes"].sum())
+    found = [now - then for now, then in zip(after, before, strict=True)]
+    found += [OUTSIDE.calls, len(OUTSIDE.sizes), int(OUTSIDE.sum), Outside.calls, tally.calls]  # type: ignore[attr-defined]
+    assert found == [8] * 9
+
+
 class GathersByHand(Net):
     """As contrastive losses do. Parts of other sizes would end the process."""
 
@@ -1084,13 +1176,13 @@ def test_a_step_that_communicates_is_not_compared() -> None:
 class ComparesItsRows(Net):
     """Compares the rows of a part with those of all parts, as CLIP's local loss does."""
 
-    sizes: ClassVar[list[int]] = []
+    seen = SimpleNamespace(sizes=[])  # no class of the program's, so comparisons change it, too
 
     def rank(self) -> int:
         return self.global_rank
 
     def loss(self, batch: Any) -> torch.Tensor:
-        self.sizes.append(len(batch[1]))
+        self.seen.sizes.append(len(batch[1]))
         outputs, labels = self(batch[0]), torch.arange(len(batch[1])) + self.rank() * len(batch[1])
         every = self.all_gather(outputs, sync_grads=True).reshape(-1, CLASSES)
         return F.cross_entropy(outputs @ every.T, labels)
@@ -1114,9 +1206,9 @@ class AsksForItsRank(ComparesItsRows):
 @WORLD.on(TWO)
 def test_no_part_is_compared_if_one_rank_alone_cannot_compute_the_whole_batch() -> None:
     for kind, compared in ((KnowsItsRank, []), (AsksForItsRank, [(6, 2)[get_rank()]])):
-        ComparesItsRows.sizes.clear()
+        ComparesItsRows.seen.sizes.clear()
         fit(CallbackStrategy(), kind(), loader(32, 8), max_epochs=1)
-        assert ComparesItsRows.sizes == [8, *compared, 4, 4, 4, 4]
+        assert ComparesItsRows.seen.sizes == [8, *compared, 4, 4, 4, 4]
 
 
 class DividesByAll(Net):
@@ -1236,11 +1328,12 @@ class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(outputs, classes)
         self.mean.lerp_(loss.detach(), 0.5)
-        return loss / self.mean
+        return loss / self.mean * self.scale
 
 
 AVERAGED = Averaged()
@@ -1254,18 +1347,21 @@ class CallsAGlobal(Net):
 
 
 @WORLD.on(TWO)
-def test_a_module_of_the_script_is_no_part_of_the_comparison() -> None:
+def test_a_module_of_the_script_is_compared_on_a_copy_unless_it_may_train() -> None:
 
-    def mean_after(run: Callable[..., str], **options: Any) -> float:
+    def mean_after(run: Callable[..., str], says: str = "", **options: Any) -> float:
         AVERAGED.mean.fill_(1.0)
-        assert run(**options) == ""
+        assert (says in run(**options)) if says and get_rank() == 0 else (run(**options) == "")
         return float(AVERAGED.mean)
 
     def in_trainer(**options: Any) -> str:
         return trainer_tells(CallsAGlobal(), **options)
 
     for run in (in_trainer, functools.partial(trial_tells, lambda *arguments: AVERAGED(*arguments))):
+        AVERAGED.requires_grad_(True)
         assert mean_after(run) == mean_after(run, verify=None) != 1.0
+        AVERAGED.requires_grad_(False)
+        assert mean_after(run, says=TELLS) == mean_after(run, verify=None) != 1.0
 
 
 CASES = LOSSES | RUNS
