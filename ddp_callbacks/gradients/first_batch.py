@@ -22,6 +22,7 @@ from ddp_callbacks.batch_norm.layers import synchronize_copy
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.comm.collectives import all_gather_object, all_reduce, any_rank, broadcast_object
 from ddp_callbacks.data.global_state import GLOBAL, get_global_state, is_same_state, set_global_state
+from ddp_callbacks.data.nested import map_arrays
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.copies import calling_only, copied
@@ -281,8 +282,8 @@ class GradientsOnCopies:
         """Return the gradients of the whole batch and of this rank's part.
 
         Args:
-            change: By how much of its value each parameter is changed at most, at random, alike on every rank; and the
-                loss, whose gradient may not depend on the parameters.
+            change: By how much of its value each parameter is changed at most, at random, alike on every rank; and by
+                how much numbers of the batch with a fraction, and the loss, whose gradient may not depend on others.
         """
         first = self._first
         with ExitStack() as stack:
@@ -323,6 +324,7 @@ class GradientsOnCopies:
         copies = self._attempt_here(lambda: copies_of(self._computation, stack, self._is_strict))
         _set_values(copies[0], self._buffers, change)
         stack.enter_context(self._computation.drawing(rows, copies))
+        batch = map_arrays(batch, lambda array: _shrunk(array, change)) if change else batch
         loss = self._attempt_here(lambda: self._computation.compute(copies, batch))
         return copies[0], loss, dict(self._computation.logged())
 
@@ -347,6 +349,11 @@ def _set_values(module: nn.Module, buffers: Mapping[str, torch.Tensor], change: 
     generator = torch.Generator().manual_seed(0)
     for parameter in trainable(module).values() if change else ():
         parameter.mul_(1 + change * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+
+
+def _shrunk(array: Any, change: float) -> Any:
+    is_real = isinstance(array, torch.Tensor) and array.is_floating_point()
+    return torch.where(array == array.round(), array, array * (1 - change)) if is_real else array
 
 
 @contextmanager

@@ -7,6 +7,7 @@ loaders at once (``CombinedLoader``); then it has a share of each.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -199,22 +200,27 @@ class Batches:
 
 
 def require_alike_steps(trainer: Any) -> None:
-    """Raise now if a later step of an epoch would have batches that are divided unlike, as far as loaders tell. Local.
+    """Raise now if a later step of this pass would have batches that are divided unlike, as far as loaders tell. Local.
 
     Raises:
         ConfigurationError: As :meth:`Batches.take`.
     """
-    combined = _parts.loader_of(trainer.fit_loop)
+    combined = _parts.loader_of(_parts.active_loop(trainer))
     mode, loaders = _parts.mode_of(combined), [each for each in combined.flattened if isinstance(each, ShardedLoader)]
     passes = [(len(loader), shares[0], shares[1]) for loader in loaders if (shares := loader.passes_shares())]
     if mode == "sequential" or len(passes) < len(combined.flattened):
         return
-    count = min(trainer.num_training_batches, (min if mode == "min_size" else max)(each for each, _, _ in passes))
-    count = min(count, trainer.max_steps) if trainer.max_steps > 0 else count
+    count = min(_most_batches(trainer), (min if mode == "min_size" else max)(each for each, _, _ in passes))
     ends = (step for length, _, _ in passes for step in range(length - 1, int(count), length))
     for step in sorted({0, *ends}):
         there = [each for each in passes if mode == "max_size_cycle" or step < each[0]]
         _require_alike([last if step % length == length - 1 else usual for length, usual, last in there])
+
+
+def _most_batches(trainer: Any) -> float:
+    if not trainer.training:  # also in a sanity check, whose loader is that of later validations
+        return float(min(trainer.num_test_batches if trainer.testing else trainer.num_val_batches))
+    return float(min(trainer.num_training_batches, trainer.max_steps if trainer.max_steps > 0 else math.inf))
 
 
 def show_whole_loaders(trainer: Any, replacements: Replacements) -> None:
@@ -259,5 +265,5 @@ def _require_alike(shares: list[Share]) -> None:
         raise ConfigurationError(
             "the batches of several loaders in one step must be divided in equal proportions, as one number weighs "
             f"their loss, got {parts} samples for this process. Use batch sizes that are multiples of the number of "
-            "processes, and drop_last=True."
+            "processes, and drop_last=True. In an evaluation, give the loaders as a list: it takes one after another."
         )

@@ -422,6 +422,7 @@ class Run:
 
     def _before_evaluation(self) -> None:
         """Join what was logged after the last step. A collective then."""
+        require_alike_steps(self._trainer)
         results = _logged.results_of_training(self._trainer)
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results.join()

@@ -279,6 +279,10 @@ def test_what_cannot_be_divided_is_refused_with_the_remedy() -> None:
     said = message_of(lambda: fit(OURS, steps, {"a": loader(16, 4), "b": loader(11, 4)}))  # its third batch has 3
     assert steps.trainer.global_step == 0
     assert f"equal proportions, as one number weighs their loss, got 2 of 4, {2 - dist.get_rank()} of 3 samples" in said
+    together = CombinedLoader([loader(16, 4), loader(11, 4)], "min_size")
+    validated = Net()
+    assert message_of(lambda: fit(OURS, validated, loader(16, 4), together, num_sanity_val_steps=1)) == said
+    assert validated.trainer.global_step == 0
 
 
 def drop_negative(samples: Any) -> Any:
