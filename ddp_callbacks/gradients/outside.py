@@ -6,12 +6,14 @@ program's own code: a counter of steps, say, or a dict with a value for each sam
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,8 @@ from ddp_callbacks.gradients.copies import copied
 _ENTRIES = 1000  # of a list or dict whose entries are copied; of a longer one, only which entries it has
 _OBJECTS = 10_000  # that are copied
 _LARGEST = 1 << 26  # bytes of an array
-_CONTAINERS = (dict, list, set, deque)
+_COPIED = (int, float, str, tuple, dict, list, set, deque, argparse.Namespace, SimpleNamespace)
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # of a function's arguments
 
 
 class _Variable(NamedTuple):
@@ -51,11 +54,11 @@ def outside_copied(parts: Iterable[Any], memo: dict[int, Any]) -> Iterator[None]
         with suppress(Exception):  # a module may refuse to be copied
             modules = {id(each.value): each.value for each in variables if _is_fixed(each.value)}
             stack.enter_context(copied([modules[each] for each in modules.keys() - memo.keys()], memo, ignores=True))
-        most = len(memo) + _OBJECTS
-        copies = [_copy_of(each.value, memo, most) for each in variables]
-        for each, made in zip(variables, copies, strict=True):
+        copies = _Copies(memo)
+        made = [copies.of(each.value) for each in variables]
+        for each, found in zip(variables, made, strict=True):
             stack.callback(each.assign, each.value)
-            each.assign(made)
+            each.assign(found)
         yield
 
 
@@ -75,35 +78,52 @@ def _variables(parts: Iterable[Any]) -> Iterator[_Variable]:
         for name, value in vars(owner).items():
             if _is_copied(value) and not name.startswith("__"):
                 yield _Variable(value, functools.partial(setattr, owner, name))
+    for function in reached.functions:
+        for name in _DEFAULTS:
+            yield _Variable(getattr(function, name), functools.partial(setattr, function, name))
     for cell in reached.cells():
         yield _Variable(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
 
 
 def _is_copied(value: Any) -> bool:
-    """Whether a value is a number, text, or something that :func:`_copy_of` may copy."""
-    if isinstance(value, nn.Module | DataLoader | Dataset | type):
+    """Whether a value is a number, a text, or something that :class:`_Copies` may copy."""
+    if isinstance(value, nn.Module | DataLoader | Dataset | type) or hasattr(type(value), "__del__"):
         return False
-    kinds = (int, float, str, tuple, *_CONTAINERS, *generator_types())
-    return value is None or is_array(value) or isinstance(value, kinds) or is_own(type(value))
+    is_known = value is None or is_array(value) or isinstance(value, (*_COPIED, *generator_types()))
+    return is_known or (is_own(type(value)) and bool(getattr(value, "__dict__", None)))
 
 
-def _copy_of(value: Any, memo: dict[int, Any], most: int) -> Any:
-    """Return a copy of what code may change in place, with copies of its entries or attributes; else the value."""
-    if id(value) in memo:
-        return memo[id(value)]
-    if not _is_copied(value) or len(memo) > most:
-        return value
-    found = value
-    with suppress(Exception):  # an object of the program's may refuse to be copied
-        found = memo[id(value)] = _shallow_copy(value)
-        if isinstance(found, dict) and len(found) <= _ENTRIES:
-            found.update({key: _copy_of(each, memo, most) for key, each in value.items()})
-        elif isinstance(found, list | deque) and len(found) <= _ENTRIES:
-            for index, each in enumerate(value):
-                found[index] = _copy_of(each, memo, most)
-        elif is_own(type(found)):
-            vars(found).update({name: _copy_of(each, memo, most) for name, each in vars(value).items()})
-    return found
+class _Copies:
+    """Copies of what code may change in place, and of its entries and attributes.
+
+    Args:
+        memo: Copies that exist, by the ``id`` of the original. Gets those that are made.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo, self._most = memo, len(memo) + _OBJECTS
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a value, or the value."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if not _is_copied(value) or len(self._memo) > self._most:
+            return value
+        if type(value) is tuple and len(value) <= _ENTRIES:
+            return tuple(map(self.of, value))
+        found = value
+        with suppress(Exception):  # an object of the program's may refuse to be copied
+            found = self._memo[id(value)] = _shallow_copy(value)
+            self._fill(found)
+        return found
+
+    def _fill(self, found: Any) -> None:
+        """Put copies into a shallow copy."""
+        if isinstance(found, dict | list | deque) and len(found) <= _ENTRIES:
+            for key, entry in [*(found.items() if isinstance(found, dict) else enumerate(found))]:
+                found[key] = self.of(entry)
+        elif isinstance(found, argparse.Namespace | SimpleNamespace) or is_own(type(found)):
+            vars(found).update({name: self.of(each) for name, each in vars(found).items()})
 
 
 def _shallow_copy(value: Any) -> Any:

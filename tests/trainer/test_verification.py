@@ -9,6 +9,7 @@ import functools
 import io
 import logging
 import os
+import queue
 import re
 import shutil
 import tempfile
@@ -1122,11 +1123,14 @@ def counting() -> tuple[Callable[[], None], Callable[[], int]]:
     return count, lambda: calls
 
 
-def tally(batch: Any) -> None:
+def tally(batch: Any, known: tuple[list[int], ...] = ([],)) -> int:
     tally.calls += 1  # type: ignore[attr-defined]
+    known[0].append(len(batch[0]))
+    return len(known[0])
 
 
 CALLS, OF_BATCHES, OUTSIDE, (COUNT, COUNTED) = 0, {"all": [0], "of sizes": numpy.zeros(9)}, Outside(), counting()
+OPTIONS = SimpleNamespace(tallied=0)
 
 
 class CountsOutside(Net):
@@ -1137,7 +1141,7 @@ class CountsOutside(Net):
         OF_BATCHES["of sizes"][len(batch[0])] += 1
         OUTSIDE.count(len(batch[0]))
         COUNT()
-        tally(batch)
+        OPTIONS.tallied = tally(batch)
         return super().training_step(batch, batch_idx)
 
 
@@ -1149,7 +1153,7 @@ def test_a_comparison_counts_nothing_that_a_step_counts_outside_of_its_module() 
     fit(CallbackStrategy(), CountsOutside(), loader(29, 8), max_epochs=2)
     after = CALLS, OF_BATCHES["all"][0], COUNTED(), int(OF_BATCHES["of sizes"].sum())
     found = [now - then for now, then in zip(after, before, strict=True)]
-    found += [OUTSIDE.calls, len(OUTSIDE.sizes), int(OUTSIDE.sum), Outside.calls, tally.calls]  # type: ignore[attr-defined]
+    found += [OUTSIDE.calls, len(OUTSIDE.sizes), int(OUTSIDE.sum), Outside.calls, OPTIONS.tallied]
     assert found == [8] * 9
 
 
@@ -1176,13 +1180,13 @@ def test_a_step_that_communicates_is_not_compared() -> None:
 class ComparesItsRows(Net):
     """Compares the rows of a part with those of all parts, as CLIP's local loss does."""
 
-    seen = SimpleNamespace(sizes=[])  # no class of the program's, so comparisons change it, too
+    sizes = queue.SimpleQueue[int]()  # of a library, so comparisons change it, too
 
     def rank(self) -> int:
         return self.global_rank
 
     def loss(self, batch: Any) -> torch.Tensor:
-        self.seen.sizes.append(len(batch[1]))
+        self.sizes.put(len(batch[1]))
         outputs, labels = self(batch[0]), torch.arange(len(batch[1])) + self.rank() * len(batch[1])
         every = self.all_gather(outputs, sync_grads=True).reshape(-1, CLASSES)
         return F.cross_entropy(outputs @ every.T, labels)
@@ -1206,9 +1210,9 @@ class AsksForItsRank(ComparesItsRows):
 @WORLD.on(TWO)
 def test_no_part_is_compared_if_one_rank_alone_cannot_compute_the_whole_batch() -> None:
     for kind, compared in ((KnowsItsRank, []), (AsksForItsRank, [(6, 2)[get_rank()]])):
-        ComparesItsRows.seen.sizes.clear()
         fit(CallbackStrategy(), kind(), loader(32, 8), max_epochs=1)
-        assert ComparesItsRows.seen.sizes == [8, *compared, 4, 4, 4, 4]
+        found = [ComparesItsRows.sizes.get_nowait() for _ in range(ComparesItsRows.sizes.qsize())]
+        assert found == [8, *compared, 4, 4, 4, 4]
 
 
 class DividesByAll(Net):
@@ -1274,6 +1278,19 @@ def test_a_count_stays_one_after_a_comparison_of_a_batch_without_any(strategy: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "_RARELY", 0)
         return fit(strategy, CountsNoneAtFirst(), loader(29, 8), max_epochs=2)
+
+
+class CountsAndDiffers(KnownOnly):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_a_count_is_a_sum_also_where_the_gradient_is_not_that_of_one_process() -> None:
+    found: dict[str, Any] = {}
+    told(lambda: found.update(fit(CallbackStrategy(), CountsAndDiffers(), loader(29, 8), max_epochs=1)))
+    assert float(found["callback_metrics"]["seen"]) == pytest.approx((3 * 8 * 8 + 5 * 5) / 29)
 
 
 class LogsWithARoot(Net):
