@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeGuard
 
@@ -17,16 +18,18 @@ def is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and type(value).__name__ == "ndarray")
 
 
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield the values in nested mappings, lists and tuples."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    if values is None:
+        yield value
+    else:
+        yield from itertools.chain.from_iterable(map(leaves_in, values))
+
+
 def arrays_in(value: Any) -> Iterator[Any]:
     """Yield the tensors and arrays in a nested value."""
-    if is_array(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from arrays_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from arrays_in(item)
+    return filter(is_array, leaves_in(value))
 
 
 def map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks._torch import lazy_copy
+from ddp_callbacks.data.nested import leaves_in
 from ddp_callbacks.replacement import Replacements
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
@@ -53,7 +54,7 @@ def copied(parts: Sequence[Any], memo: dict[int, Any], *, ignores: bool = False)
         Exception: What ``copy.deepcopy`` raises for an object that cannot be copied.
     """
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    attributes = [value for module in modules for layer in module.modules() for value in _values_in(vars(layer))]
+    attributes = [value for module in modules for layer in module.modules() for value in leaves_in(vars(layer))]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
     shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
@@ -115,16 +116,6 @@ def _deep_copy(parts: list[Any], memo: dict[int, Any], attributes: Sequence[Any]
         found = copy.deepcopy(parts, made)
     memo.update(made)
     return found
-
-
-def _values_in(value: Any) -> Iterator[Any]:
-    """Yield the values in nested dicts, lists and tuples."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
-    if values is None:
-        yield value
-    else:
-        for each in values:
-            yield from _values_in(each)
 
 
 def _lazy(tensor: Any) -> torch.Tensor | None:
