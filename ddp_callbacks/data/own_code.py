@@ -120,10 +120,15 @@ class Reached:
         """Yield dicts of global variables, and the names among these that the functions have."""
         return itertools.chain.from_iterable(map(_spaces, self.functions))
 
-    def cells(self) -> list[CellType]:
-        """Return the variables that the functions have from where they are defined."""
-        cells = (cell for each in self.functions for cell in each.__closure__ or ())
-        return [cell for cell in cells if cell != CellType()]  # some may be empty yet
+    def cells(self) -> Iterator[tuple[str, CellType]]:
+        """Yield the variables that the functions have from where they are defined, with names."""
+        for each in self.functions:
+            cells = zip(each.__code__.co_freevars, each.__closure__ or (), strict=True)
+            yield from ((name, cell) for name, cell in cells if cell != CellType())  # some may be empty yet
+
+    def assigned(self) -> set[str]:
+        """Return the names of variables and attributes that the functions assign."""
+        return set[str]().union(*(_assigned_in(each.__code__) for each in self.functions))
 
 
 def measures(owner: Any) -> bool:
@@ -156,6 +161,13 @@ def running_in(code: CodeType) -> set[str]:
             elif read.get(name) == each.positions.lineno:
                 running.add(name)
     return running
+
+
+@functools.cache
+def _assigned_in(code: CodeType) -> frozenset[str]:
+    inside = [_assigned_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in _ASSIGNS}
+    return frozenset(own).union(*inside)
 
 
 @functools.cache

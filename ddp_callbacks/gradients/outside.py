@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,13 @@ from ddp_callbacks.gradients.copies import copied
 _ENTRIES = 1000  # of a list or dict whose entries are copied; of a longer one, only which entries it has
 _OBJECTS = 10_000  # that are copied
 _LARGEST = 1 << 26  # bytes of an array
-_COPIED = (int, float, str, tuple, dict, list, set, deque, argparse.Namespace, SimpleNamespace)
+_FIXED = (int, float, str, NoneType)
+_COPIED = (*_FIXED, tuple, dict, list, set, deque, argparse.Namespace, SimpleNamespace)
 _DEFAULTS = ("__defaults__", "__kwdefaults__")  # of a function's arguments
 
 
 class _Variable(NamedTuple):
+    name: str
     value: Any
     assign: Callable[[Any], None]
 
@@ -49,7 +51,7 @@ def outside_copied(parts: Iterable[Any], memo: dict[int, Any]) -> Iterator[None]
         parts: Modules, functions and other objects.
         memo: That of the copies of ``parts``, see :func:`.copies.copied`. Gets what is copied.
     """
-    variables = [*_variables(parts)]
+    variables = _variables_of(parts)
     with ExitStack() as stack:
         with suppress(Exception):  # a module may refuse to be copied
             modules = {id(each.value): each.value for each in variables if _is_fixed(each.value)}
@@ -67,29 +69,34 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, nn.Module) and not any(each.requires_grad for each in value.parameters())
 
 
-def _variables(parts: Iterable[Any]) -> Iterator[_Variable]:
-    """Yield the variables that hold what may be copied."""
+def _variables_of(parts: Iterable[Any]) -> list[_Variable]:
+    """Return the variables that hold what may be copied, or are assigned: a handler of signals may set others."""
     layers = [layer for part in parts if isinstance(part, nn.Module) for layer in part.modules()]
     reached = Reached([*parts, *layers, *(hook for layer in layers for hook in forward_hooks(layer))])
+    assigned = reached.assigned()
+    return [each for each in _named_by(reached) if each.name in assigned or not isinstance(each.value, _FIXED)]
+
+
+def _named_by(reached: Reached) -> Iterator[_Variable]:
     for variables, names in reached.globals():
         for name in names:
-            yield _Variable(variables[name], functools.partial(variables.__setitem__, name))
+            yield _Variable(name, variables[name], functools.partial(variables.__setitem__, name))
     for owner in (*reached.functions, *(each for each in reached.classes if not issubclass(each, Enum))):
         for name, value in vars(owner).items():
             if _is_copied(value) and not name.startswith("__"):
-                yield _Variable(value, functools.partial(setattr, owner, name))
+                yield _Variable(name, value, functools.partial(setattr, owner, name))
     for function in reached.functions:
         for name in _DEFAULTS:
-            yield _Variable(getattr(function, name), functools.partial(setattr, function, name))
-    for cell in reached.cells():
-        yield _Variable(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+            yield _Variable(name, getattr(function, name), functools.partial(setattr, function, name))
+    for name, cell in reached.cells():
+        yield _Variable(name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
 
 
 def _is_copied(value: Any) -> bool:
     """Whether a value is a number, a text, or something that :class:`_Copies` may copy."""
     if isinstance(value, nn.Module | DataLoader | Dataset | type) or hasattr(type(value), "__del__"):
         return False
-    is_known = value is None or is_array(value) or isinstance(value, (*_COPIED, *generator_types()))
+    is_known = is_array(value) or isinstance(value, (*_COPIED, *generator_types()))
     return is_known or (is_own(type(value)) and bool(getattr(value, "__dict__", None)))
 
 

@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -1155,6 +1156,33 @@ def test_a_comparison_counts_nothing_that_a_step_counts_outside_of_its_module() 
     found = [now - then for now, then in zip(after, before, strict=True)]
     found += [OUTSIDE.calls, len(OUTSIDE.sizes), int(OUTSIDE.sum), Outside.calls, OPTIONS.tallied]
     assert found == [8] * 9
+
+
+SIGNALS = 0
+
+
+def on_signal(*_: object) -> None:
+    global SIGNALS
+    SIGNALS += 1
+
+
+class GetsASignal(Net):
+    """In a comparison, the only one that computes whole batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch[0]) == 8 and not SIGNALS:
+            signal.raise_signal(signal.SIGUSR2)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_what_a_handler_of_signals_notes_during_a_comparison_stays() -> None:
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    try:
+        fit(CallbackStrategy(), GetsASignal(), loader(29, 8), max_epochs=1)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert SIGNALS == 1
 
 
 class GathersByHand(Net):
