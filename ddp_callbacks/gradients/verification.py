@@ -123,8 +123,8 @@ def verify_gradient(
 
     Each rank computes ``part`` and ``whole``, each on a copy of ``module``, in which dropout layers are off. If the
     gradients differ, it computes ``whole`` once more, to see whether the model draws random numbers. The module and the
-    global random states do not change, nor do global variables and the like that its code names. With a single process it
-    does nothing.
+    global random states do not change, nor do global variables and the like that its code names. With a single process
+    it does nothing.
 
     Args:
         module: The gradients of its trainable parameters are compared, on rank 0. ``copy.deepcopy`` must accept it.
