@@ -20,7 +20,7 @@ _MEASURED = re.compile(r"(?i)time|sec|duration|elapsed|speed|throughput|mem|cpu|
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"}
 _ASSIGNS = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"}
 _OF_VARIABLE = re.compile("_(FAST|NAME|GLOBAL|DEREF)")
-_MOST = 10_000  # objects that are looked at
+_MOST, _ENTRIES = 10_000, 1000  # objects that are looked at; of a list or dict
 _SIZES, _WORLD = {"numel", "shape", "size", "len"}, {"world_size", "get_world_size", "num_processes", "num_devices"}
 
 
@@ -85,7 +85,7 @@ def _spaces(function: FunctionType) -> Iterator[tuple[dict[str, Any], set[str]]]
     if is_own(function):
         names, known = names_in(function.__code__), function.__globals__
         yield known, known.keys() & names
-        for each in (known[name] for name in known.keys() & names):
+        for each in (known.get(name, sys.modules.get(name)) for name in names):  # a function may import a module itself
             if isinstance(each, ModuleType) and not is_of_library(each.__name__):
                 yield vars(each), vars(each).keys() & names
 
@@ -114,6 +114,8 @@ class Reached:
             return [*vars(each).values(), *each.__bases__] if is_own(each) else []
         if isinstance(each, property | functools.partial | staticmethod | classmethod | MethodType):
             return [getattr(each, name, None) for name in ("__func__", "__self__", "fget", "func")]
+        if isinstance(each, dict | list | tuple):
+            return itertools.islice(each.values() if isinstance(each, dict) else each, _ENTRIES)
         return [type(each), *getattr(each, "__dict__", {}).values()] if is_own(type(each)) else []
 
     def globals(self) -> Iterator[tuple[dict[str, Any], set[str]]]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_callbacks._torch import lazy_copy
 from ddp_callbacks.data.nested import leaves_in
+from ddp_callbacks.data.own_code import is_own
 from ddp_callbacks.replacement import Replacements
 
 _SHARED = (dist.ProcessGroup, DataLoader, Dataset)  # too large, or impossible, to copy
@@ -57,7 +58,11 @@ def copied(parts: Sequence[Any], memo: dict[int, Any], *, ignores: bool = False)
     attributes = [value for module in modules for layer in module.modules() for value in leaves_in(vars(layer))]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     lazy = {tensor: other for tensor in (*tensors, *attributes) if (other := _lazy(tensor)) is not None}
-    shared = {id(value): value for value in attributes if isinstance(value, _SHARED)}
+    shared: dict[int, Any] = {id(value): value for value in attributes if isinstance(value, _SHARED)}
+    if ignores:  # what a copy does when it is deleted, such as closing a file, would be done to the original
+        shared |= {
+            id(value): Ignoring() for value in attributes if is_own(type(value)) and hasattr(type(value), "__del__")
+        }
     memo.update(shared | {id(tensor): other for tensor, other in lazy.items()} | memo)
     try:
         yield _deep_copy(list(parts), memo, attributes if ignores else [])

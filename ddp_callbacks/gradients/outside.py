@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import io
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
-from types import NoneType, SimpleNamespace
+from types import BuiltinMethodType, MethodType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +26,14 @@ from ddp_callbacks._torch import forward_hooks
 from ddp_callbacks.data.global_state import generator_types
 from ddp_callbacks.data.nested import is_array
 from ddp_callbacks.data.own_code import Reached, is_own
-from ddp_callbacks.gradients.copies import copied
+from ddp_callbacks.gradients.copies import Ignoring, copied
 
 _ENTRIES = 1000  # of a list or dict whose entries are copied; of a longer one, only which entries it has
 _OBJECTS = 10_000  # that are copied
 _LARGEST = 1 << 26  # bytes of an array
 _FIXED = (int, float, str, NoneType)
-_COPIED = (*_FIXED, tuple, dict, list, set, deque, argparse.Namespace, SimpleNamespace)
+_CONTAINERS = (dict, list, set, deque)
+_COPIED = (*_FIXED, *_CONTAINERS, argparse.Namespace, SimpleNamespace)
 _DEFAULTS = ("__defaults__", "__kwdefaults__")  # of a function's arguments
 
 
@@ -51,7 +54,8 @@ def outside_copied(parts: Iterable[Any], memo: dict[int, Any]) -> Iterator[None]
         parts: Modules, functions and other objects.
         memo: That of the copies of ``parts``, see :func:`.copies.copied`. Gets what is copied.
     """
-    variables = _variables_of(parts)
+    reached = _reached_by(parts)
+    variables, owners = _variables_of(reached), [*reached.functions, *reached.classes]
     with ExitStack() as stack:
         with suppress(Exception):  # a module may refuse to be copied
             modules = {id(each.value): each.value for each in variables if _is_fixed(each.value)}
@@ -61,7 +65,22 @@ def outside_copied(parts: Iterable[Any], memo: dict[int, Any]) -> Iterator[None]
         for each, found in zip(variables, made, strict=True):
             stack.callback(each.assign, each.value)
             each.assign(found)
+        owners += [each.value for each in variables if _is_empty(each.value)]
+        for owner in owners:
+            stack.callback(_forget_others, owner, set(vars(owner)))
         yield
+
+
+def _forget_others(owner: Any, known: set[str]) -> None:
+    """Take away the attributes that a step has made."""
+    for name in vars(owner).keys() - known:
+        if not name.startswith("__"):
+            delattr(owner, name)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether this is an object of the program's without attributes: it may be known by its identity."""
+    return is_own(type(value)) and getattr(value, "__dict__", None) == {}
 
 
 def _is_fixed(value: Any) -> bool:
@@ -69,10 +88,13 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, nn.Module) and not any(each.requires_grad for each in value.parameters())
 
 
-def _variables_of(parts: Iterable[Any]) -> list[_Variable]:
-    """Return the variables that hold what may be copied, or are assigned: a handler of signals may set others."""
+def _reached_by(parts: Iterable[Any]) -> Reached:
     layers = [layer for part in parts if isinstance(part, nn.Module) for layer in part.modules()]
-    reached = Reached([*parts, *layers, *(hook for layer in layers for hook in forward_hooks(layer))])
+    return Reached([*parts, *layers, *(hook for layer in layers for hook in forward_hooks(layer))])
+
+
+def _variables_of(reached: Reached) -> list[_Variable]:
+    """Return the variables that hold what may be copied, or are assigned: a handler of signals may set others."""
     assigned = reached.assigned()
     return [each for each in _named_by(reached) if each.name in assigned or not isinstance(each.value, _FIXED)]
 
@@ -100,6 +122,16 @@ def _is_copied(value: Any) -> bool:
     return is_known or (is_own(type(value)) and bool(getattr(value, "__dict__", None)))
 
 
+class _Refusing:
+    """Stands for an iterator that cannot be copied: the step cannot be computed without moving it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise RuntimeError("an iterator is used that cannot be copied")
+
+
 class _Copies:
     """Copies of what code may change in place, and of its entries and attributes.
 
@@ -114,15 +146,27 @@ class _Copies:
         """Return the copy of a value, or the value."""
         if id(value) in self._memo:
             return self._memo[id(value)]
+        if isinstance(value, tuple | functools.partial | MethodType | BuiltinMethodType):
+            return self._of_parts(value)
+        if hasattr(type(value), "__next__") and not is_own(type(value)):
+            return _copy_of_iterator(value)
         if not _is_copied(value) or len(self._memo) > self._most:
             return value
-        if type(value) is tuple and len(value) <= _ENTRIES:
-            return tuple(map(self.of, value))
         found = value
         with suppress(Exception):  # an object of the program's may refuse to be copied
             found = self._memo[id(value)] = _shallow_copy(value)
             self._fill(found)
         return found
+
+    def _of_parts(self, value: Any) -> Any:
+        """Return a tuple of copies, or what calls a copy."""
+        if isinstance(value, tuple):
+            return tuple(map(self.of, value)) if type(value) is tuple and len(value) <= _ENTRIES else value
+        if isinstance(value, functools.partial):
+            named = {name: self.of(each) for name, each in value.keywords.items()}
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **named)
+        owner = self.of(value.__self__)
+        return value if owner is value.__self__ else getattr(owner, value.__name__, value)
 
     def _fill(self, found: Any) -> None:
         """Put copies into a shallow copy."""
@@ -139,4 +183,20 @@ def _shallow_copy(value: Any) -> Any:
         return value if is_shared else value.clone()
     if is_array(value):
         return value.copy() if value.nbytes <= _LARGEST else value
-    return copy.copy(value) if not isinstance(value, generator_types()) else copy.deepcopy(value)
+    if isinstance(value, generator_types()):
+        return copy.deepcopy(value)
+    if not is_own(type(value)) or isinstance(value, _CONTAINERS):
+        return copy.copy(value)
+    found = object.__new__(type(value))  # a class may have one object only
+    vars(found).update(vars(value))
+    return found
+
+
+def _copy_of_iterator(value: Any) -> Any:
+    if isinstance(value, io.IOBase):
+        return Ignoring() if value.writable() else value
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of Python's can be copied until 3.13
+        if type(value).__module__ in ("builtins", "itertools"):
+            return copy.deepcopy(value)
+    return _Refusing()

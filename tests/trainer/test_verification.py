@@ -7,6 +7,7 @@ import copy
 import csv
 import functools
 import io
+import itertools
 import logging
 import os
 import queue
@@ -1156,6 +1157,61 @@ def test_a_comparison_counts_nothing_that_a_step_counts_outside_of_its_module() 
     found = [now - then for now, then in zip(after, before, strict=True)]
     found += [OUTSIDE.calls, len(OUTSIDE.sizes), int(OUTSIDE.sum), Outside.calls, OPTIONS.tallied]
     assert found == [8] * 9
+
+
+class OnlyOne:
+    made: ClassVar[Any] = None
+
+    def __new__(cls) -> OnlyOne:
+        if cls.made is None:
+            cls.made = super().__new__(cls)
+            cls.made.calls = 0
+        return cls.made
+
+    def count(self) -> None:
+        self.calls = self.calls + 1
+        type(self).also = getattr(type(self), "also", 0) + 1
+
+
+NUMBERS, COUNT_ONE, NAMES = itertools.count(), OUTSIDE.count, {"tally": functools.partial(tally, known=([],))}
+
+
+class CountsBehind(Net):
+    """By an iterator, a method of an object, a function with arguments in a dict, and the one object of a class."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        next(NUMBERS)
+        COUNT_ONE(1)
+        NAMES["tally"](batch)
+        OnlyOne().count()
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_a_comparison_moves_no_iterator_and_counts_nothing_by_methods_partials_and_singletons() -> None:
+    OnlyOne.made = None
+    Outside.calls = tally.calls = 0  # type: ignore[attr-defined]
+    OUTSIDE.__init__()  # type: ignore[misc]
+    number = next(NUMBERS)
+    fit(CallbackStrategy(), CountsBehind(), loader(29, 8), max_epochs=2)
+    known = NAMES["tally"].keywords["known"][0]
+    found = [next(NUMBERS) - number - 1, OUTSIDE.calls, len(known), OnlyOne().calls, OnlyOne.also]  # type: ignore[attr-defined]
+    assert found == [8] * 5
+
+
+class GoesByAGenerator(KnownOnly):
+    numbers = SimpleNamespace(of=(number for number in range(1000)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        next(self.numbers.of)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD.on(TWO)
+def test_a_step_that_moves_a_generator_is_not_compared() -> None:
+    before = next(GoesByAGenerator.numbers.of)
+    assert told(lambda: fit(CallbackStrategy(), GoesByAGenerator(), loader(29, 8), max_epochs=1)) == ""
+    assert next(GoesByAGenerator.numbers.of) - before == 5
 
 
 SIGNALS = 0
