@@ -117,7 +117,7 @@ class Parameters:
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that the module's ``state_dict`` has, by name."""
-    caches = {id(getattr(layer, name)) for layer in module.modules() for name in non_persistent_buffers(layer)}
+    caches = {id(getattr(layer, name, None)) for layer in module.modules() for name in non_persistent_buffers(layer)}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in caches}
 
 

@@ -26,7 +26,7 @@ _SMALL = 1 << 12  # numbers in an array that is an entry
 _CLOCKS = dict.fromkeys((time.time, time.monotonic, time.perf_counter), 1.0)
 _CLOCKS |= dict.fromkeys((time.time_ns, time.monotonic_ns, time.perf_counter_ns), 1e9)  # in a second
 OF_PART = -1  # instead of a checksum: the samples of a part are counted, which may be equal on all ranks
-REPLACED = 0  # instead of a checksum: another array is in its place, which each process may have of its last batch
+_REPLACED = 0  # instead of a checksum: another array is in its place, which each process may have of its last batch
 EXCHANGES = {"all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_object"}
 _GATHERING = {"torch", "lightning", "pytorch_lightning", "torchbearer", "torchmetrics", "ddp_callbacks"}
 _DECORATED = "torchbearer.callbacks.decorators"  # callbacks made from a user's functions
@@ -127,7 +127,7 @@ class Collected:
                 if new is not None and not _is_moment(new, seconds):
                     self._new[name] = new if _is_numbers(new) else checksum_of(new)
                 elif new is None and _is_entry(name, held) and checksum_of(held) != self._before[name][-1]:
-                    self._new[name] = REPLACED
+                    self._new[name] = _REPLACED
         for name, number in self._numbers(found):
             if self.is_count(name, number - self._begun.get(name, 0.0)):
                 self.counts.append(number)

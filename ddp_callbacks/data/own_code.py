@@ -107,10 +107,10 @@ class Reached:
 
     def _next(self, each: Any) -> Iterable[Any]:
         if isinstance(each, FunctionType):
-            self.functions += [each] * is_own(each)
+            self.functions += [each] if is_own(each) else []
             return [*enclosed(each).values(), *_named(each)]
         if isinstance(each, type):
-            self.classes += [each] * is_own(each)
+            self.classes += [each] if is_own(each) else []
             return [*vars(each).values(), *each.__bases__] if is_own(each) else []
         if isinstance(each, property | functools.partial | staticmethod | classmethod | MethodType):
             return [getattr(each, name, None) for name in ("__func__", "__self__", "fget", "func")]

@@ -364,9 +364,8 @@ def _compare(
         )
     draws.require_told()
     _require_same_batch(first.whole, expected, group)
-    _differing(
-        computation, found.logs, lambda: computed.of_whole()[1], group
-    )  # which values are sums, whatever is wrong
+    # Values that are sums are joined as such, whatever is wrong with the gradient.
+    _differing(computation, found.logs, lambda: computed.of_whole()[1], group)
     unweighed = _sum(found.own, 1 / found.fraction if found.fraction else 0.0, group)
     adds_up = _is_rounding(_differences(unweighed, expected), expected)
     name, most = max(zip(trainable(computation.parts[0]), differing, strict=True), key=operator.itemgetter(1))
